@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Executors. A list, best first, ending in the reference, which supports everything and defines what is
+// right. ESPALIER_FORCE_BACKEND=name overrides the choice (an empty value counts as unset).
+#ifndef ESPALIER_BACKEND_H_
+#define ESPALIER_BACKEND_H_
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include <espalier/moe.h>
+
+namespace espalier {
+
+// Stateless apart from the run counter; all members may be called from any thread at once.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::string_view name() const = 0;         // "cpu", "reference"
+  virtual std::string_view description() const = 0;  // one line for doctor
+
+  // Empty when it can run the package under these options, else a kUnsupported reason.
+  virtual Result<void> Supports(const PreparedExperts& experts, const MoePlanOptions& options) const = 0;
+  virtual Result<void> Supports(const PreparedLinear& linear, const LinearPlanOptions& options) const = 0;
+
+  // Exact workspace for a capacity. Error: kCapacity when the arithmetic overflows.
+  virtual Result<uint64_t> WorkspaceBytes(const PreparedExperts& experts,
+                                          const MoePlanOptions& options) const = 0;
+  virtual Result<uint64_t> WorkspaceBytes(const PreparedLinear& linear,
+                                          const LinearPlanOptions& options) const = 0;
+
+  // Called by RunMoe / RunLinear after their validation, never with 0 tokens.
+  virtual Result<void> Run(const MoePlan& plan, const PreparedExperts& experts,
+                           const MoeArgs& args) const = 0;
+  virtual Result<void> Run(const LinearPlan& plan, const PreparedLinear& linear,
+                           const LinearArgs& args) const = 0;
+
+  // Successful Run calls so far: lets a test prove which executor ran.
+  uint64_t num_runs() const { return num_runs_.load(std::memory_order_relaxed); }
+
+ protected:
+  void CountRun() const { num_runs_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  mutable std::atomic<uint64_t> num_runs_{0};
+};
+
+// Every backend of this build, best first.
+std::span<const Backend* const> Backends();
+
+// Error: kUsage with the names there are; kDevice for "cuda" in a build or on a machine without it.
+Result<const Backend*> BackendByName(std::string_view name);
+
+}  // namespace espalier
+
+#endif  // ESPALIER_BACKEND_H_

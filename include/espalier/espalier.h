@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Everything in one include.
+#ifndef ESPALIER_ESPALIER_H_
+#define ESPALIER_ESPALIER_H_
+
+#include <espalier/backend.h>
+#include <espalier/checkpoint.h>
+#include <espalier/experts.h>
+#include <espalier/formats.h>
+#include <espalier/moe.h>
+#include <espalier/status.h>
+#include <espalier/version.h>
+
+#endif  // ESPALIER_ESPALIER_H_
