@@ -5,12 +5,12 @@
 #ifndef ESPALIER_BACKEND_H_
 #define ESPALIER_BACKEND_H_
 
+#include <espalier/moe.h>
+
 #include <atomic>
 #include <cstdint>
 #include <span>
 #include <string_view>
-
-#include <espalier/moe.h>
 
 namespace espalier {
 

@@ -6,6 +6,9 @@
 #ifndef ESPALIER_CHECKPOINT_H_
 #define ESPALIER_CHECKPOINT_H_
 
+#include <espalier/formats.h>
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -15,9 +18,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include <espalier/formats.h>
-#include <espalier/status.h>
 
 namespace espalier {
 
@@ -57,12 +57,12 @@ struct Problem {
 
 // What the config says. Absent numbers are 0.
 struct ModelConfig {
-  std::string architecture;                // architectures[0]; empty when absent
-  uint64_t experts = 0;                    // num_experts | n_routed_experts | num_local_experts
-  uint64_t hidden_channels = 0;            // hidden_size
-  uint64_t intermediate_channels = 0;      // moe_intermediate_size, else intermediate_size
-  uint64_t top_k = 0;                      // num_experts_per_tok
-  std::optional<Activation> activation;    // empty when no config names one: SiLU is assumed then
+  std::string architecture;              // architectures[0]; empty when absent
+  uint64_t experts = 0;                  // num_experts | n_routed_experts | num_local_experts
+  uint64_t hidden_channels = 0;          // hidden_size
+  uint64_t intermediate_channels = 0;    // moe_intermediate_size, else intermediate_size
+  uint64_t top_k = 0;                    // num_experts_per_tok
+  std::optional<Activation> activation;  // empty when no config names one: SiLU is assumed then
 };
 
 // A rectangle of bytes of one file and where it goes: row i is `row_bytes` bytes from
@@ -105,7 +105,7 @@ struct MatrixInfo {
 // Everything needed to read one matrix, or the part of it that an extent of its intermediate axis
 // covers, in native order: codes as [in/16][out/16][16*bits] u16, suh [in], svh [out], bias [out].
 struct MatrixSource {
-  MatrixInfo info;  // sizes of the part, not of the whole
+  MatrixInfo info;   // sizes of the part, not of the whole
   std::string name;  // the file's own
   std::vector<CopyRegion> codes;
   VectorSource suh;

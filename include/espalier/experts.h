@@ -6,6 +6,10 @@
 #ifndef ESPALIER_EXPERTS_H_
 #define ESPALIER_EXPERTS_H_
 
+#include <espalier/checkpoint.h>
+#include <espalier/formats.h>
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,10 +18,6 @@
 #include <span>
 #include <string>
 #include <vector>
-
-#include <espalier/checkpoint.h>
-#include <espalier/formats.h>
-#include <espalier/status.h>
 
 namespace espalier {
 
@@ -122,8 +122,8 @@ class PreparedLinear {
  public:
   // in_channels / out_channels: widths of x and y as the model sees them, <= the stored ones; x is
   // zero-extended, y is cut. 0 = the stored width. Errors: kGeometry.
-  static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels,
-                                       uint32_t out_channels, HostBuffer slab, std::string identity);
+  static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels, uint32_t out_channels,
+                                       HostBuffer slab, std::string identity);
 
   const MatrixDesc& matrix() const { return matrix_; }
   uint32_t in_channels() const { return in_channels_; }

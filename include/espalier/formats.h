@@ -5,14 +5,14 @@
 #ifndef ESPALIER_FORMATS_H_
 #define ESPALIER_FORMATS_H_
 
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-
-#include <espalier/status.h>
 
 namespace espalier {
 
@@ -27,8 +27,7 @@ enum class Dtype : uint8_t {
 };
 
 enum class ActivationKind : uint8_t {
-#define ESPALIER_ACTIVATION(enumerator, number, name, has_gate, num_parameters) \
-  enumerator = number,
+#define ESPALIER_ACTIVATION(enumerator, number, name, has_gate, num_parameters) enumerator = number,
 #include <espalier/formats.def>
 };
 
@@ -74,7 +73,7 @@ struct Activation {
   ActivationKind kind = ActivationKind::kSilu;
   double limit = 0;         // silu, gelu, swiglu-oai; 0 = no limit
   double beta = 4;          // situ
-  double linear_beta = 25;  // situ
+  double linear_beta = 25;  // situ; 0 = none: the up value passes as it is
 
   friend bool operator==(const Activation&, const Activation&) = default;
 };
@@ -82,7 +81,8 @@ struct Activation {
 // False for relu2 only.
 bool ActivationHasGate(ActivationKind kind);
 
-// Parses "silu[:L]", "gelu[:L]", "relu2", "situ:BETA,LINEAR_BETA", "swiglu-oai[:L]".
+// Parses "silu[:L]", "gelu[:L]", "relu2", "situ:BETA,LINEAR_BETA" (LINEAR_BETA may be "none"),
+// "swiglu-oai[:L]".
 // Error: kUsage, with the list of names.
 Result<Activation> ParseActivation(std::string_view text);
 

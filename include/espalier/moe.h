@@ -6,13 +6,13 @@
 #ifndef ESPALIER_MOE_H_
 #define ESPALIER_MOE_H_
 
-#include <cstdint>
-#include <string>
-#include <string_view>
-
 #include <espalier/experts.h>
 #include <espalier/formats.h>
 #include <espalier/status.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
 
 namespace espalier {
 

@@ -5,6 +5,8 @@
 #ifndef ESPALIER_SRC_BASE_FILE_H_
 #define ESPALIER_SRC_BASE_FILE_H_
 
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -12,8 +14,6 @@
 #include <span>
 #include <string>
 #include <vector>
-
-#include <espalier/status.h>
 
 namespace espalier {
 

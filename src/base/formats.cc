@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <espalier/formats.h>
+#include <fmt/format.h>
 
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <vector>
-
-#include <fmt/format.h>
 
 namespace espalier {
 namespace {
@@ -54,15 +53,21 @@ tl::unexpected<Status> BadActivation(std::string_view text, std::string_view rea
                            text, reason));
 }
 
-// Comma-separated positive finite numbers.
+// Comma-separated finite numbers; "none" reads as 0.
 std::optional<std::vector<double>> ParseNumbers(std::string_view text) {
   std::vector<double> numbers;
   while (true) {
     const size_t comma = text.find(',');
     const std::string_view item = text.substr(0, comma);
     double value = 0;
+    if (item == "none") {
+      numbers.push_back(0);
+      if (comma == std::string_view::npos) return numbers;
+      text.remove_prefix(comma + 1);
+      continue;
+    }
     const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), value);
-    if (error != std::errc() || end != item.data() + item.size() || !std::isfinite(value)) {
+    if (value <= 0 || error != std::errc() || end != item.data() + item.size() || !std::isfinite(value)) {
       return std::nullopt;
     }
     numbers.push_back(value);
@@ -123,7 +128,7 @@ Result<Activation> ParseActivation(std::string_view text) {
   std::vector<double> parameters;
   if (colon != std::string_view::npos) {
     std::optional<std::vector<double>> parsed = ParseNumbers(text.substr(colon + 1));
-    if (!parsed) return BadActivation(text, "parameters are not numbers");
+    if (!parsed) return BadActivation(text, "parameters must be numbers greater than 0");
     parameters = *std::move(parsed);
   }
   for (const ActivationRow& row : kActivations) {
@@ -131,8 +136,11 @@ Result<Activation> ParseActivation(std::string_view text) {
     if (parameters.size() > static_cast<size_t>(row.num_parameters)) {
       return BadActivation(text, fmt::format("takes at most {} parameters", row.num_parameters));
     }
-    for (const double p : parameters) {
-      if (p <= 0) return BadActivation(text, "parameters must be greater than 0");
+    const bool none_allowed = row.kind == ActivationKind::kSitu;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (parameters[i] == 0 && !(none_allowed && i == 1)) {
+        return BadActivation(text, "'none' is legal for LINEAR_BETA only");
+      }
     }
     Activation activation{.kind = row.kind};
     if (row.kind == ActivationKind::kSitu) {
@@ -153,6 +161,7 @@ Result<Activation> ParseActivation(std::string_view text) {
 std::string ActivationText(const Activation& activation) {
   const std::string_view name = Row(activation.kind).name;
   if (activation.kind == ActivationKind::kSitu) {
+    if (activation.linear_beta == 0) return fmt::format("{}:{},none", name, activation.beta);
     return fmt::format("{}:{},{}", name, activation.beta, activation.linear_beta);
   }
   if (activation.limit > 0) return fmt::format("{}:{}", name, activation.limit);

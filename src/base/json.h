@@ -5,15 +5,14 @@
 #ifndef ESPALIER_SRC_BASE_JSON_H_
 #define ESPALIER_SRC_BASE_JSON_H_
 
+#include <espalier/status.h>
+#include <simdjson.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
-
-#include <simdjson.h>
-
-#include <espalier/status.h>
 
 namespace espalier {
 

@@ -2,12 +2,12 @@
 #ifndef ESPALIER_SRC_BASE_SHA256_H_
 #define ESPALIER_SRC_BASE_SHA256_H_
 
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <memory>
 #include <span>
 #include <string>
-
-#include <espalier/status.h>
 
 namespace espalier {
 

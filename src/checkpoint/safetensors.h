@@ -8,6 +8,9 @@
 #ifndef ESPALIER_SRC_CHECKPOINT_SAFETENSORS_H_
 #define ESPALIER_SRC_CHECKPOINT_SAFETENSORS_H_
 
+#include <espalier/checkpoint.h>
+#include <espalier/status.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -16,9 +19,6 @@
 #include <string_view>
 #include <utility>
 #include <vector>
-
-#include <espalier/checkpoint.h>
-#include <espalier/status.h>
 
 #include "base/file.h"
 

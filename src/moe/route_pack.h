@@ -4,12 +4,12 @@
 #ifndef ESPALIER_SRC_MOE_ROUTE_PACK_H_
 #define ESPALIER_SRC_MOE_ROUTE_PACK_H_
 
+#include <espalier/moe.h>
+#include <espalier/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <span>
-
-#include <espalier/moe.h>
-#include <espalier/status.h>
 
 namespace espalier {
 
