@@ -13,6 +13,7 @@
 #include <vector>
 #else
 #include <tbb/blocked_range.h>
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 #endif
@@ -52,7 +53,9 @@ void RunOnThreads(int num_threads, uint64_t count, uint64_t grain, RangeFunction
 
 void RunOnThreads(int num_threads, uint64_t count, uint64_t grain, RangeFunction function,
                   const void* context) {
-  tbb::task_arena arena(num_threads);
+  // Asked for more than it allows, TBB writes a warning to stderr, and runs no more than that anyway.
+  const size_t allowed = tbb::global_control::active_value(tbb::global_control::max_allowed_parallelism);
+  tbb::task_arena arena(static_cast<int>(std::min<size_t>(static_cast<size_t>(num_threads), allowed)));
   arena.execute([&] {
     tbb::parallel_for(
         tbb::blocked_range<uint64_t>(0, count, grain),
