@@ -148,9 +148,10 @@ class PosixFiles : public FileSystem {
 fs::path TemporaryName(const fs::path& path, std::random_device* random) {
   constexpr std::string_view kLetters = "abcdefghijklmnopqrstuvwxyz0123456789";
   constexpr size_t kMaxNameBytes = 200;
-  std::string name = "." + path.filename().native().substr(0, kMaxNameBytes) + ".";
-  for (int i = 0; i < 6; ++i) name += kLetters[(*random)() % kLetters.size()];
-  return path.parent_path() / (name + ".tmp");
+  std::string letters;
+  for (int i = 0; i < 6; ++i) letters += kLetters[(*random)() % kLetters.size()];
+  const std::string name = path.filename().native().substr(0, kMaxNameBytes);
+  return path.parent_path() / fmt::format(".{}.{}.tmp", name, letters);
 }
 
 // Makes a rename survive a power cut. Not every file system can sync a directory: best effort.
