@@ -8,7 +8,7 @@ namespace espalier {
 // Null when OpenSSL could not set up the digest; FinishHex then returns "", which equals no digest.
 struct Sha256::Context {
   struct Free {
-    void operator()(EVP_MD_CTX* digest) const { EVP_MD_CTX_free(digest); }
+    void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }
   };
   std::unique_ptr<EVP_MD_CTX, Free> digest;
 };
