@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <espalier/experts.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <utility>
+
+#include "base/checked.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::align_val_t kBufferAlignment{4096};
+constexpr uint32_t kMaxExperts = 1u << 20;
+
+// Where a matrix or vector lies, for messages.
+struct Place {
+  std::string_view identity;
+  std::string matrix;  // "expert 3, gate", or empty for a linear
+
+  std::string Text(std::string_view what) const {
+    return matrix.empty() ? fmt::format("{}: {}", identity, what)
+                          : fmt::format("{}: {}: {}", identity, matrix, what);
+  }
+};
+
+tl::unexpected<Status> GeometryError(const Place& place, std::string_view what) {
+  return Error(StatusCode::kGeometry, place.Text(what));
+}
+
+Result<void> CheckRange(const Place& place, std::string_view name, uint64_t offset, uint64_t size,
+                        uint64_t slab_bytes) {
+  if (offset == kAbsentOffset) return GeometryError(place, fmt::format("no {}", name));
+  if (offset % kSlabAlignmentBytes != 0) {
+    return GeometryError(place, fmt::format("{} at byte {} of the slab; legal: multiples of {}", name, offset,
+                                            kSlabAlignmentBytes));
+  }
+  if (size > slab_bytes || offset > slab_bytes - size) {
+    return GeometryError(place, fmt::format("{}: {} bytes at {} lie outside the slab of {} bytes", name, size,
+                                            offset, slab_bytes));
+  }
+  return {};
+}
+
+bool KnownCodebook(Codebook codebook) {
+  return std::ranges::any_of(AllCodebooks(),
+                             [&](const CodebookInfo& info) { return info.codebook == codebook; });
+}
+
+Result<void> CheckMatrix(const Place& place, const MatrixDesc& matrix, uint64_t slab_bytes) {
+  for (const uint32_t channels : {matrix.in_channels, matrix.out_channels}) {
+    if (channels == 0 || channels % kHadamardChannels != 0) {
+      return GeometryError(place, fmt::format("{} x {} channels; legal: multiples of {}", matrix.in_channels,
+                                              matrix.out_channels, kHadamardChannels));
+    }
+  }
+  if (matrix.bits < kMinBits || matrix.bits > kMaxBits) {
+    return Error(StatusCode::kUnsupported,
+                 place.Text(fmt::format("{} bits; legal: {} to {}", matrix.bits, kMinBits, kMaxBits)));
+  }
+  if (!KnownCodebook(matrix.codebook)) {
+    return Error(StatusCode::kUnsupported,
+                 place.Text(fmt::format("unknown codebook number {}", static_cast<int>(matrix.codebook))));
+  }
+  // in * out / 8 * bits with both below 2^32 and bits <= 8 stays below 2^64.
+  const std::tuple<std::string_view, uint64_t, uint64_t> ranges[] = {
+      {"codes", matrix.codes_offset_bytes, matrix.code_bytes()},
+      {"suh", matrix.suh_offset_bytes, uint64_t{matrix.in_channels} * 2},
+      {"svh", matrix.svh_offset_bytes, uint64_t{matrix.out_channels} * 2},
+      {"bias", matrix.bias_offset_bytes, uint64_t{matrix.out_channels} * 2},
+  };
+  for (const auto& [name, offset, size] : ranges) {
+    if (name == "bias" && offset == kAbsentOffset) continue;
+    if (Result<void> checked = CheckRange(place, name, offset, size, slab_bytes); !checked) return checked;
+  }
+  return {};
+}
+
+Result<void> CheckActivation(const Place& place, const Activation& activation) {
+  const bool known = std::ranges::any_of(
+      std::initializer_list<ActivationKind>{
+#define ESPALIER_ACTIVATION(enumerator, number, name, has_gate, num_parameters) ActivationKind::enumerator,
+#include <espalier/formats.def>
+      },
+      [&](ActivationKind kind) { return kind == activation.kind; });
+  if (!known) return Error(StatusCode::kUnsupported, place.Text("unknown activation"));
+  const auto legal = [](double parameter) { return std::isfinite(parameter) && parameter >= 0; };
+  if (!legal(activation.limit) || !legal(activation.beta) || !legal(activation.linear_beta) ||
+      (activation.kind == ActivationKind::kSitu && activation.beta == 0)) {
+    return GeometryError(
+        place,
+        fmt::format("activation {}: limit {}, beta {}, linear beta {}; legal: finite, not "
+                    "negative, and a beta greater than 0",
+                    ActivationText(activation), activation.limit, activation.beta, activation.linear_beta));
+  }
+  const bool limitless =
+      activation.kind == ActivationKind::kSitu || activation.kind == ActivationKind::kRelu2;
+  if (limitless && activation.limit > 0) {
+    return Error(StatusCode::kUnsupported,
+                 place.Text(fmt::format("activation {} with a limit of {}", ActivationText(activation),
+                                        activation.limit)));
+  }
+  return {};
+}
+
+Result<void> CheckMoeGeometry(const Place& place, const MoeGeometry& geometry) {
+  if (geometry.experts > kMaxExperts) {
+    return GeometryError(place, fmt::format("{} experts; legal: at most {}", geometry.experts, kMaxExperts));
+  }
+  if (geometry.stored_hidden_channels == 0 || geometry.stored_hidden_channels % kHadamardChannels != 0) {
+    return GeometryError(place, fmt::format("{} stored hidden channels; legal: multiples of {}",
+                                            geometry.stored_hidden_channels, kHadamardChannels));
+  }
+  if (geometry.hidden_channels == 0 || geometry.hidden_channels > geometry.stored_hidden_channels) {
+    return GeometryError(place, fmt::format("{} hidden channels; legal: 1 to the {} stored ones",
+                                            geometry.hidden_channels, geometry.stored_hidden_channels));
+  }
+  if (!std::isfinite(geometry.output_scale)) return GeometryError(place, "the output scale is not finite");
+  return CheckActivation(place, geometry.activation);
+}
+
+Result<void> CheckShape(const Place& place, const MatrixDesc& matrix, uint32_t in, uint32_t out) {
+  if (matrix.in_channels == in && matrix.out_channels == out) return {};
+  return GeometryError(place, fmt::format("{} x {} channels; the segment needs {} x {}", matrix.in_channels,
+                                          matrix.out_channels, in, out));
+}
+
+Result<void> CheckSegment(std::string_view identity, const MoeGeometry& geometry, const SegmentDesc& segment,
+                          uint64_t slab_bytes) {
+  const auto place_of = [&](Projection projection) {
+    return Place{identity, fmt::format("expert {}, {}", segment.expert, ProjectionName(projection))};
+  };
+  const bool needs_gate = ActivationHasGate(geometry.activation.kind);
+  if (needs_gate != segment.gate().present()) {
+    return GeometryError(
+        place_of(Projection::kGate),
+        fmt::format("{}; activation {} {}", needs_gate ? "absent" : "present",
+                    ActivationText(geometry.activation), needs_gate ? "needs it" : "has none"));
+  }
+  const uint32_t width = segment.intermediate_channels();
+  for (const Projection projection : {Projection::kGate, Projection::kUp, Projection::kDown}) {
+    if (projection == Projection::kGate && !needs_gate) continue;
+    const MatrixDesc& matrix = segment.matrices[static_cast<int>(projection)];
+    const Place place = place_of(projection);
+    const bool down = projection == Projection::kDown;
+    const uint32_t hidden = geometry.stored_hidden_channels;
+    if (Result<void> checked = CheckMatrix(place, matrix, slab_bytes); !checked) return checked;
+    Result<void> shape = CheckShape(place, matrix, down ? width : hidden, down ? hidden : width);
+    if (!shape) return shape;
+  }
+  if (segment.valid_intermediate_channels > width) {
+    return GeometryError(
+        place_of(Projection::kDown),
+        fmt::format("{} valid intermediate channels of {}", segment.valid_intermediate_channels, width));
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<HostBuffer> HostBuffer::Create(uint64_t size_bytes) {
+  HostBuffer buffer;
+  if (size_bytes == 0) return buffer;
+  if (size_bytes <= uint64_t{1} << 62) {
+    buffer.data_ = static_cast<std::byte*>(::operator new(size_bytes, kBufferAlignment, std::nothrow));
+  }
+  if (buffer.data_ == nullptr) {
+    return Error(StatusCode::kCapacity, fmt::format("no memory for a buffer of {} bytes", size_bytes));
+  }
+  buffer.size_bytes_ = size_bytes;
+  return buffer;
+}
+
+HostBuffer::HostBuffer(HostBuffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+
+HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_bytes_, other.size_bytes_);
+  return *this;
+}
+
+HostBuffer::~HostBuffer() { ::operator delete(data_, kBufferAlignment); }
+
+Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
+                                                std::vector<SegmentDesc> segments, HostBuffer slab,
+                                                std::string identity) {
+  const Place place{identity, ""};
+  if (Result<void> checked = CheckMoeGeometry(place, geometry); !checked)
+    return tl::unexpected(checked.error());
+  PreparedExperts experts;
+  experts.geometry_ = geometry;
+  experts.first_segment_.assign(size_t{geometry.experts} + 1, 0);
+  uint32_t previous = 0;
+  for (const SegmentDesc& segment : segments) {
+    if (segment.expert >= geometry.experts || segment.expert < previous) {
+      return GeometryError(place,
+                           fmt::format("segment of expert {} after one of expert {}; legal: ascending, below "
+                                       "{}",
+                                       segment.expert, previous, geometry.experts));
+    }
+    previous = segment.expert;
+    Result<void> checked = CheckSegment(identity, geometry, segment, slab.size_bytes());
+    if (!checked) return tl::unexpected(checked.error());
+    for (const MatrixDesc& matrix : segment.matrices) {
+      if (matrix.present()) experts.code_bytes_ += matrix.code_bytes();
+    }
+    ++experts.first_segment_[segment.expert + 1];
+    experts.max_intermediate_channels_ =
+        std::max(experts.max_intermediate_channels_, segment.intermediate_channels());
+  }
+  for (uint32_t expert = 0; expert < geometry.experts; ++expert) {
+    const uint32_t count = experts.first_segment_[expert + 1];
+    experts.max_segments_per_expert_ = std::max(experts.max_segments_per_expert_, count);
+    experts.first_segment_[expert + 1] += experts.first_segment_[expert];
+  }
+  experts.segments_ = std::move(segments);
+  experts.slab_ = std::move(slab);
+  experts.identity_ = std::move(identity);
+  return experts;
+}
+
+std::span<const SegmentDesc> PreparedExperts::ExpertSegments(uint32_t expert) const {
+  const uint32_t begin = first_segment_[expert];
+  return std::span(segments_).subspan(begin, first_segment_[expert + 1] - begin);
+}
+
+Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t in_channels,
+                                              uint32_t out_channels, HostBuffer slab, std::string identity) {
+  const Place place{identity, ""};
+  if (Result<void> checked = CheckMatrix(place, matrix, slab.size_bytes()); !checked) {
+    return tl::unexpected(checked.error());
+  }
+  if (in_channels > matrix.in_channels || out_channels > matrix.out_channels) {
+    return GeometryError(place, fmt::format("{} x {} channels asked for; stored are {} x {}", in_channels,
+                                            out_channels, matrix.in_channels, matrix.out_channels));
+  }
+  PreparedLinear linear;
+  linear.matrix_ = matrix;
+  linear.in_channels_ = in_channels == 0 ? matrix.in_channels : in_channels;
+  linear.out_channels_ = out_channels == 0 ? matrix.out_channels : out_channels;
+  linear.slab_ = std::move(slab);
+  linear.identity_ = std::move(identity);
+  return linear;
+}
+
+}  // namespace espalier

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <espalier/backend.h>
+#include <espalier/moe.h>
+#include <fmt/format.h>
+
+#include "base/parallel.h"
+#include "moe/backend_list.h"
+
+namespace espalier {
+namespace {
+
+// Every thread costs scratch memory in the workspace.
+constexpr int kMaxThreads = 4096;
+
+// The forced backend, or the best one that supports the package; then its refusal is an error.
+template <typename Package, typename Options>
+Result<const Backend*> ChooseBackend(const Package& package, const Options& options) {
+  const std::string_view name = ForcedBackendName(options.executor);
+  const Backend* chosen = nullptr;
+  if (!name.empty()) {
+    const Result<const Backend*> forced = BackendByName(name);
+    if (!forced) return forced;
+    chosen = *forced;
+  } else {
+    for (const Backend* backend : Backends()) {
+      chosen = backend;
+      if (backend->Supports(package, options)) return chosen;
+    }
+  }
+  const Result<void> supported = chosen->Supports(package, options);
+  if (!supported) return tl::unexpected(supported.error());
+  return chosen;
+}
+
+template <typename Options>
+Result<void> CheckCommonOptions(const Options& options) {
+  if (options.max_tokens > kMaxPlanTokens) {
+    return Error(StatusCode::kCapacity,
+                 fmt::format("max_tokens is {}; legal: 0 to {}", options.max_tokens, kMaxPlanTokens));
+  }
+  if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
+    return Error(StatusCode::kUsage, fmt::format("num_threads is {}; legal: 0 (all cores) to {}",
+                                                 options.num_threads, kMaxThreads));
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string_view CpuModeName(CpuMode mode) {
+  switch (mode) {
+    case CpuMode::kExact:
+      return "exact";
+    case CpuMode::kFast:
+      return "fast";
+    case CpuMode::kInt8:
+      return "int8";
+  }
+  return "unknown";
+}
+
+Result<MoePlan> MoePlan::Create(const PreparedExperts& experts, const MoePlanOptions& options) {
+  if (Result<void> checked = CheckCommonOptions(options); !checked) return tl::unexpected(checked.error());
+  if (options.top_k < 1 || options.top_k > kMaxTopK) {
+    return Error(StatusCode::kGeometry, fmt::format("top_k is {}; legal: 1 to {}", options.top_k, kMaxTopK));
+  }
+  MoePlan plan;
+  plan.options_ = options;
+  // Fixed here, because the workspace holds scratch memory for every thread.
+  if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();
+  plan.geometry_ = experts.geometry();
+  plan.num_segments_ = static_cast<uint32_t>(experts.segments().size());
+  plan.max_segments_per_expert_ = experts.max_segments_per_expert();
+  plan.max_intermediate_channels_ = experts.max_intermediate_channels();
+
+  const Result<const Backend*> backend = ChooseBackend(experts, plan.options_);
+  if (!backend) return tl::unexpected(backend.error());
+  plan.backend_ = *backend;
+  const Result<uint64_t> bytes = plan.backend_->WorkspaceBytes(experts, plan.options_);
+  if (!bytes) return tl::unexpected(bytes.error());
+  plan.workspace_bytes_ = *bytes;
+  return plan;
+}
+
+Result<LinearPlan> LinearPlan::Create(const PreparedLinear& linear, const LinearPlanOptions& options) {
+  if (Result<void> checked = CheckCommonOptions(options); !checked) return tl::unexpected(checked.error());
+  LinearPlan plan;
+  plan.options_ = options;
+  if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();
+  plan.in_channels_ = linear.in_channels();
+  plan.out_channels_ = linear.out_channels();
+  plan.stored_in_channels_ = linear.matrix().in_channels;
+  plan.stored_out_channels_ = linear.matrix().out_channels;
+
+  const Result<const Backend*> backend = ChooseBackend(linear, plan.options_);
+  if (!backend) return tl::unexpected(backend.error());
+  plan.backend_ = *backend;
+  const Result<uint64_t> bytes = plan.backend_->WorkspaceBytes(linear, plan.options_);
+  if (!bytes) return tl::unexpected(bytes.error());
+  plan.workspace_bytes_ = *bytes;
+  return plan;
+}
+
+}  // namespace espalier

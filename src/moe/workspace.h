@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef ESPALIER_SRC_MOE_WORKSPACE_H_
+#define ESPALIER_SRC_MOE_WORKSPACE_H_
+
+#include <espalier/moe.h>
+#include <espalier/status.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "base/checked.h"
+#include "base/parallel.h"
+
+namespace espalier {
+
+// Lays arrays one after the other, each at kWorkspaceAlignmentBytes. The same code that sizes a
+// workspace places the arrays in it.
+class WorkspaceLayout {
+ public:
+  // Offset of an array of `count` elements. Meaningless once the sizes have overflowed.
+  uint64_t Add(CheckedBytes count, uint64_t element_bytes) {
+    const uint64_t offset = total_.value().value_or(0);
+    const CheckedBytes padded = count * element_bytes + (kWorkspaceAlignmentBytes - 1);
+    total_ += padded;
+    if (const std::optional<uint64_t> end = total_.value()) total_ = *end - *end % kWorkspaceAlignmentBytes;
+    return offset;
+  }
+
+  // kCapacity when no such workspace can exist.
+  Result<uint64_t> TotalBytes() const {
+    const std::optional<uint64_t> total = total_.value();
+    if (!total || *total > uint64_t{1} << 62) {
+      return Error(StatusCode::kCapacity, "the workspace for this capacity exceeds 2^62 bytes");
+    }
+    return *total;
+  }
+
+ private:
+  CheckedBytes total_;
+};
+
+// Lanes of a call: options.num_threads, or all cores where it is 0 (a plan has resolved it).
+inline int NumLanes(int num_threads) { return num_threads > 0 ? num_threads : HardwareThreads(); }
+
+// Runs function(lane, task) for every task in [0, num_tasks) on at most num_lanes threads. Two calls
+// at the same time never have the same lane: it numbers scratch memory.
+template <typename Function>
+void RunOnLanes(int num_lanes, uint64_t num_tasks, const Function& function) {
+  std::atomic<uint64_t> next{0};
+  ParallelFor(num_lanes, static_cast<uint64_t>(num_lanes), [&](uint64_t lane) {
+    for (uint64_t task = next.fetch_add(1); task < num_tasks; task = next.fetch_add(1)) function(lane, task);
+  });
+}
+
+}  // namespace espalier
+
+#endif  // ESPALIER_SRC_MOE_WORKSPACE_H_
