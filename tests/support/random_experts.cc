@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/random_experts.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numbers>
+#include <stdexcept>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/half.h"
+
+namespace espalier::test {
+namespace {
+
+// The specs of tests are legal: a refusal is a mistake in the test, loud at once.
+template <typename T>
+T Require(Result<T> result) {
+  if (!result) throw std::runtime_error(result.error().message());
+  return *std::move(result);
+}
+
+std::vector<uint16_t> RandomVector(Random& random, uint32_t channels, double scale) {
+  std::vector<uint16_t> values(channels);
+  for (uint16_t& value : values) {
+    const double magnitude = scale * (0.75 + 0.5 * random.Uniform());
+    value = DoubleToFp16(random.Below(2) != 0 ? -magnitude : magnitude);
+  }
+  return values;
+}
+
+MatrixDesc AddMatrix(Random& random, SlabWriter& slab, uint32_t in, uint32_t out,
+                     const MatrixFormat& format) {
+  MatrixDesc desc;
+  desc.in_channels = in;
+  desc.out_channels = out;
+  desc.bits = static_cast<uint8_t>(format.bits);
+  desc.codebook = format.codebook;
+  std::vector<uint64_t> codes(desc.code_bytes() / sizeof(uint64_t));
+  for (uint64_t& word : codes) word = random.Next();
+  desc.codes_offset_bytes = slab.Add(codes);
+  desc.suh_offset_bytes = slab.Add(RandomVector(random, in, 1 / std::sqrt(in)));
+  desc.svh_offset_bytes = slab.Add(RandomVector(random, out, 1));
+  if (format.bias) desc.bias_offset_bytes = slab.Add(RandomVector(random, out, 0.1));
+  return desc;
+}
+
+}  // namespace
+
+uint64_t Random::Next() {
+  state_ += 0x9E3779B97F4A7C15u;
+  uint64_t z = state_;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+double Random::Normal() {
+  const double radius = std::sqrt(-2 * std::log(1 - Uniform()));
+  return radius * std::cos(2 * std::numbers::pi * Uniform());
+}
+
+uint64_t SlabWriter::Add(std::span<const std::byte> bytes) {
+  const uint64_t offset = RoundUp(bytes_.size(), kSlabAlignmentBytes);
+  bytes_.resize(offset);
+  bytes_.insert(bytes_.end(), bytes.begin(), bytes.end());
+  return offset;
+}
+
+HostBuffer SlabWriter::Take() const {
+  HostBuffer buffer = Require(HostBuffer::Create(bytes_.size()));
+  if (!bytes_.empty()) std::memcpy(buffer.data(), bytes_.data(), bytes_.size());
+  return buffer;
+}
+
+PreparedExperts MakeExperts(const ExpertsSpec& spec) {
+  const uint32_t hidden =
+      spec.stored_hidden_channels != 0 ? spec.stored_hidden_channels : spec.hidden_channels;
+  Random random(spec.seed);
+  SlabWriter slab;
+  std::vector<SegmentDesc> segments;
+  for (uint32_t expert = 0; expert < spec.experts; ++expert) {
+    for (const SegmentSpec& segment : spec.segments) {
+      SegmentDesc desc;
+      desc.expert = expert;
+      desc.valid_intermediate_channels = std::min(segment.channels, segment.valid_channels);
+      for (const Projection projection : {Projection::kGate, Projection::kUp, Projection::kDown}) {
+        if (projection == Projection::kGate && !ActivationHasGate(spec.activation.kind)) continue;
+        const MatrixFormat format = spec.format ? spec.format(expert, projection) : MatrixFormat{};
+        const bool down = projection == Projection::kDown;
+        desc.matrices[static_cast<int>(projection)] = AddMatrix(
+            random, slab, down ? segment.channels : hidden, down ? hidden : segment.channels, format);
+      }
+      if (spec.shared_input_vector) desc.matrices[1].suh_offset_bytes = desc.matrices[0].suh_offset_bytes;
+      segments.push_back(desc);
+    }
+  }
+  const MoeGeometry geometry = {.experts = spec.experts,
+                                .hidden_channels = spec.hidden_channels,
+                                .stored_hidden_channels = hidden,
+                                .activation = spec.activation,
+                                .output_scale = spec.output_scale};
+  return Require(PreparedExperts::Create(geometry, std::move(segments), slab.Take(), "random experts"));
+}
+
+PreparedExperts TakeExperts(const PreparedExperts& whole, uint32_t first, uint32_t count) {
+  std::vector<SegmentDesc> segments;
+  for (SegmentDesc segment : whole.segments()) {
+    if (segment.expert < first || segment.expert >= first + count) continue;
+    segment.expert -= first;
+    segments.push_back(segment);
+  }
+  HostBuffer slab = Require(HostBuffer::Create(whole.slab_bytes()));
+  std::memcpy(slab.data(), whole.slab(), whole.slab_bytes());
+  MoeGeometry geometry = whole.geometry();
+  geometry.experts = count;
+  return Require(
+      PreparedExperts::Create(geometry, std::move(segments), std::move(slab), "some of " + whole.identity()));
+}
+
+PreparedLinear MakeLinear(uint32_t stored_in, uint32_t stored_out, uint32_t in, uint32_t out,
+                          const MatrixFormat& format, uint64_t seed) {
+  Random random(seed);
+  SlabWriter slab;
+  const MatrixDesc desc = AddMatrix(random, slab, stored_in, stored_out, format);
+  return Require(PreparedLinear::Create(desc, in, out, slab.Take(), "random linear"));
+}
+
+Difference Compare(std::span<const double> expected, std::span<const double> actual) {
+  if (expected.size() != actual.size()) throw std::runtime_error("arrays of different sizes");
+  double error = 0, expected_norm = 0, actual_norm = 0, dot = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (std::isnan(expected[i]) && std::isnan(actual[i])) continue;
+    if (std::isnan(expected[i]) || std::isnan(actual[i]))
+      return {std::numeric_limits<double>::infinity(), -1};
+    if (expected[i] == actual[i] && std::isinf(expected[i])) continue;
+    error += (expected[i] - actual[i]) * (expected[i] - actual[i]);
+    expected_norm += expected[i] * expected[i];
+    actual_norm += actual[i] * actual[i];
+    dot += expected[i] * actual[i];
+  }
+  if (expected_norm == 0 && actual_norm == 0) return {};
+  if (expected_norm == 0) return {std::numeric_limits<double>::infinity(), -1};
+  return {std::sqrt(error / expected_norm),
+          actual_norm == 0 ? 0 : dot / std::sqrt(expected_norm) / std::sqrt(actual_norm)};
+}
+
+}  // namespace espalier::test
