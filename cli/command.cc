@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "command.h"
+
+#include <algorithm>
+#include <charconv>
+#include <vector>
+
+namespace espalier::cli {
+namespace {
+
+constexpr size_t kMaxProblemLines = 12;
+
+}  // namespace
+
+CLI::App* AddCommand(CLI::App& app, Invocation& invocation, const std::string& name,
+                     const std::string& description, const std::string& footer) {
+  CLI::App* command = app.add_subcommand(name, description);
+  command->add_flag("--json", invocation.json, "One JSON document on stdout, everything else on stderr");
+  command->footer(footer);
+  return command;
+}
+
+Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int64_t minimum,
+                             int64_t maximum) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = end == text.data() + text.size() && !text.empty();
+  if (!whole || error == std::errc::invalid_argument) {
+    return Error(StatusCode::kUsage, fmt::format("{} '{}' is not a whole number", option, text));
+  }
+  if (error == std::errc::result_out_of_range || value < minimum || value > maximum) {
+    return Error(StatusCode::kGeometry,
+                 fmt::format("{} {} is out of range; legal: {} to {}", option, text, minimum, maximum));
+  }
+  return value;
+}
+
+Result<void> CheckDevice(std::string_view device) {
+  if (device == "cpu") return {};
+  const std::string_view index = device.starts_with("cuda:") ? device.substr(5) : std::string_view();
+  const bool indexed = !index.empty() && index.size() <= 4 &&
+                       std::all_of(index.begin(), index.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (device == "cuda" || indexed) {
+    return Error(StatusCode::kDevice, fmt::format("--device {}: this build has no CUDA; legal: cpu", device));
+  }
+  return Error(StatusCode::kUsage, fmt::format("--device '{}': legal: cpu, cuda, cuda:INDEX", device));
+}
+
+Json LayerId(const MoeLayer& layer) {
+  if (layer.label == std::to_string(layer.number)) return layer.number;
+  return layer.label;
+}
+
+Json ProblemJson(const Problem& problem) {
+  return {{"severity", problem.severity == Problem::Severity::kError ? "error" : "warning"},
+          {"file", TextOrNull(problem.file)},
+          {"tensor", TextOrNull(problem.tensor)},
+          {"message", problem.message},
+          {"layer", TextOrNull(problem.layer)}};
+}
+
+void PrintProblems(Output& output, std::span<const Problem> problems) {
+  if (problems.empty()) {
+    output.Print("problems       none\n");
+    return;
+  }
+  std::vector<const Problem*> ordered;
+  for (const Problem& problem : problems) ordered.push_back(&problem);
+  std::stable_partition(ordered.begin(), ordered.end(), [](const Problem* problem) {
+    return problem->severity == Problem::Severity::kError;
+  });
+  output.Print("problems       {}\n", problems.size());
+  for (size_t i = 0; i < std::min(ordered.size(), kMaxProblemLines); ++i) {
+    const Problem& problem = *ordered[i];
+    std::string place = problem.file;
+    if (!problem.tensor.empty()) place += (place.empty() ? "" : ": ") + problem.tensor;
+    output.Print("  {:<8} {}{}{}\n", problem.severity == Problem::Severity::kError ? "error" : "warning",
+                 place, place.empty() ? "" : ": ", problem.message);
+  }
+  if (ordered.size() > kMaxProblemLines) {
+    output.Print("  and {} more (--json lists all)\n", ordered.size() - kMaxProblemLines);
+  }
+}
+
+}  // namespace espalier::cli

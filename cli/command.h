@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What main and the verbs agree on: a verb declares its options and leaves behind what is to be run.
+#ifndef ESPALIER_CLI_COMMAND_H_
+#define ESPALIER_CLI_COMMAND_H_
+
+#include <espalier/checkpoint.h>
+#include <espalier/status.h>
+
+#include <CLI/CLI.hpp>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "output.h"
+
+namespace espalier::cli {
+
+inline constexpr int kExitOk = 0;
+inline constexpr int kExitCheckFailed = 1;
+inline constexpr int kExitUsage = 2;
+
+struct Invocation {
+  bool json = false;
+  std::function<Result<int>(Output&)> run;  // gives kExitOk or kExitCheckFailed
+};
+
+// One function per verb.
+void AddDoctor(CLI::App& app, Invocation& invocation);
+void AddInspect(CLI::App& app, Invocation& invocation);
+void AddDecode(CLI::App& app, Invocation& invocation);
+void AddRun(CLI::App& app, Invocation& invocation);
+void AddVerify(CLI::App& app, Invocation& invocation);
+void AddCompare(CLI::App& app, Invocation& invocation);
+
+// A subcommand with --json and an example under its help.
+CLI::App* AddCommand(CLI::App& app, Invocation& invocation, const std::string& name,
+                     const std::string& description, const std::string& footer);
+
+// A decimal number given to `option`. Errors: kUsage for what is no number, kGeometry outside
+// [minimum, maximum].
+Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int64_t minimum,
+                             int64_t maximum);
+
+// "cpu" passes. Errors: kDevice for "cuda" and "cuda:i" in a build without CUDA, kUsage otherwise.
+Result<void> CheckDevice(std::string_view device);
+
+// What JSON calls a layer: its number in the primary group, else its label.
+Json LayerId(const MoeLayer& layer);
+
+Json ProblemJson(const Problem& problem);
+
+// One line per problem, errors first, and a count of those left out.
+void PrintProblems(Output& output, std::span<const Problem> problems);
+
+}  // namespace espalier::cli
+
+#endif  // ESPALIER_CLI_COMMAND_H_

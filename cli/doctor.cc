@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// espalier doctor: what this binary is and what the machine offers it.
+#include <espalier/backend.h>
+#include <espalier/version.h>
+#include <openssl/crypto.h>
+#include <simdjson.h>
+
+#ifndef ESPALIER_STD_THREADS
+#include <tbb/version.h>
+#endif
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/parallel.h"
+#include "command.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr std::string_view kNotInThisBuild = "not in this build";
+
+std::string CompilerText() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "g++ " __VERSION__;
+#endif
+}
+
+// The kernel's name for the CPU, or the architecture's where it gives none.
+std::string CpuModel() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    const size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return ESPALIER_ARCHITECTURE;
+}
+
+struct CpuFeature {
+  const char* name;
+  bool present;
+};
+
+// The instruction sets that the CPU paths of this project can tell apart.
+std::vector<CpuFeature> CpuFeatures() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return {{"avx2", __builtin_cpu_supports("avx2") != 0},
+          {"fma", __builtin_cpu_supports("fma") != 0},
+          {"f16c", __builtin_cpu_supports("f16c") != 0},
+          {"avx512f", __builtin_cpu_supports("avx512f") != 0},
+          {"avx512bw", __builtin_cpu_supports("avx512bw") != 0},
+          {"avx512vl", __builtin_cpu_supports("avx512vl") != 0},
+          {"avx512vbmi", __builtin_cpu_supports("avx512vbmi") != 0},
+          {"avx512vnni", __builtin_cpu_supports("avx512vnni") != 0},
+          {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0},
+          {"avx_vnni", __builtin_cpu_supports("avxvnni") != 0}};
+#else
+  return {};
+#endif
+}
+
+std::string TbbText() {
+#ifndef ESPALIER_STD_THREADS
+  return TBB_runtime_version();
+#else
+  return std::string(kNotInThisBuild);
+#endif
+}
+
+// The executor that runs when none is asked for: ESPALIER_FORCE_BACKEND, else the best.
+Result<const Backend*> ChosenBackend() {
+  const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
+  if (forced != nullptr && *forced != '\0') return BackendByName(forced);
+  return Backends().front();
+}
+
+Result<int> Doctor(Output& output) {
+  const Result<const Backend*> chosen = ChosenBackend();
+  if (!chosen) return tl::unexpected(chosen.error());
+  Json features = Json::object();
+  std::string present;
+  for (const CpuFeature& feature : CpuFeatures()) {
+    features[feature.name] = feature.present;
+    if (feature.present) present += (present.empty() ? "" : " ") + std::string(feature.name);
+  }
+  Json backends = Json::array();
+  const std::string fmt_version =
+      fmt::format("{}.{}.{}", FMT_VERSION / 10000, FMT_VERSION / 100 % 100, FMT_VERSION % 100);
+
+  output.Print("espalier       {} ({})\n", ESPALIER_VERSION, ESPALIER_COMMIT);
+  output.Print("compiler       {}, {}\n", CompilerText(), ESPALIER_BUILD_TYPE);
+  output.Print("cpu            {}, {}\n", CpuModel(), ESPALIER_ARCHITECTURE);
+  output.Print("cpu features   {}\n", present.empty() ? "none that matter here" : present);
+  output.Print("threads        {}\n", HardwareThreads());
+  for (const Backend* backend : Backends()) {
+    output.Print("executor       {:<10} {}{}\n", backend->name(), backend->description(),
+                 backend == *chosen ? " (chosen)" : "");
+    backends.push_back(
+        {{"name", backend->name()}, {"description", backend->description()}, {"chosen", backend == *chosen}});
+  }
+  output.Print("cuda           {}\n", kNotInThisBuild);
+  output.Print("mpi            {}\n", kNotInThisBuild);
+  output.Print("nccl           {}\n", kNotInThisBuild);
+  output.Print("libraries      simdjson {} ({}), fmt {}, {}, oneTBB {}\n",
+               SIMDJSON_STRINGIFY(SIMDJSON_VERSION), simdjson::get_active_implementation()->name(),
+               fmt_version, OpenSSL_version(OPENSSL_VERSION), TbbText());
+
+  output.Document(
+      {{"schema", "espalier.doctor/1"},
+       {"version", ESPALIER_VERSION},
+       {"commit", ESPALIER_COMMIT},
+       {"compiler", CompilerText()},
+       {"build_type", ESPALIER_BUILD_TYPE},
+       {"cpu", {{"model", CpuModel()}, {"architecture", ESPALIER_ARCHITECTURE}, {"features", features}}},
+       {"threads", HardwareThreads()},
+       {"backends", backends},
+       {"cuda", kNotInThisBuild},
+       {"mpi", kNotInThisBuild},
+       {"nccl", kNotInThisBuild},
+       {"libraries",
+        {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
+         {"simdjson_kernel", simdjson::get_active_implementation()->name()},
+         {"fmt", fmt_version},
+         {"openssl", OpenSSL_version(OPENSSL_VERSION)},
+         {"tbb", TbbText()}}}});
+  return kExitOk;
+}
+
+}  // namespace
+
+void AddDoctor(CLI::App& app, Invocation& invocation) {
+  CLI::App* command = AddCommand(app, invocation, "doctor", "Show the build, the CPU and the executors",
+                                 "Example:\n"
+                                 "  espalier doctor --json\n");
+  command->callback([&invocation] { invocation.run = [](Output& output) { return Doctor(output); }; });
+}
+
+}  // namespace espalier::cli

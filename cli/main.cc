@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// espalier: the command line over the library. Picks the verb, turns every failure into a sentence on
+// stderr (and an error object under --json) and a stable exit code.
+#include <espalier/version.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <new>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "command.h"
+#include "output.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr const char* kFooter =
+    "Exit codes: 0 ok, 1 a check failed, 2 usage, 3 io, 4 format, 5 unsupported,\n"
+    "            6 geometry or capacity, 7 device\n"
+    "\n"
+    "Example:\n"
+    "  espalier inspect data/tiny-qwen3moe-exl3-mixed\n";
+
+// Opened files must not land on descriptors 0 to 2: text for a closed stdout would go into them.
+void KeepStandardStreamsOpen() {
+  for (int descriptor = 0; descriptor <= 2; ++descriptor) {
+    if (fcntl(descriptor, F_GETFD) != -1 || errno != EBADF) continue;
+    // open() takes the lowest free number, which is this one.
+    if (open("/dev/null", O_RDWR) != descriptor) return;
+  }
+}
+
+// Known before parsing, since a parse error must be printed as JSON too.
+bool AsksForJson(std::span<char* const> arguments) {
+  for (const std::string_view argument : arguments) {
+    if (argument == "--") return false;
+    if (argument == "--json") return true;
+  }
+  return false;
+}
+
+std::vector<const CLI::App*> Commands(const CLI::App& app) {
+  return app.get_subcommands([](const CLI::App*) { return true; });
+}
+
+std::string CommandNames(const CLI::App& app) {
+  std::string names;
+  for (const CLI::App* command : Commands(app)) {
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  return names;
+}
+
+// An empty text when there is a known command, or none is needed.
+std::string CommandProblem(const CLI::App& app, std::span<char* const> arguments) {
+  for (const std::string_view argument : arguments) {
+    if (argument == "--help" || argument == "-h" || argument == "--version") return "";
+    if (argument.starts_with("-")) continue;
+    for (const CLI::App* command : Commands(app)) {
+      if (command->get_name() == argument) return "";
+    }
+    return fmt::format("unknown command '{}'; commands: {}", argument, CommandNames(app));
+  }
+  return fmt::format("a command is missing; commands: {}", CommandNames(app));
+}
+
+void AddCommands(CLI::App& app, Invocation& invocation) {
+  app.name("espalier");
+  app.set_version_flag("--version", "espalier " ESPALIER_VERSION);
+  app.add_flag("--json", invocation.json, "One JSON document on stdout, everything else on stderr");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  AddDoctor(app, invocation);
+  AddInspect(app, invocation);
+  AddDecode(app, invocation);
+  AddRun(app, invocation);
+  AddVerify(app, invocation);
+  AddCompare(app, invocation);
+}
+
+int UsageError(Output& output, std::string_view message) {
+  output.Fail(StatusCodeName(StatusCode::kUsage), message);
+  return kExitUsage;
+}
+
+int ParseAndRun(std::span<char* const> arguments, Output& output) {
+  CLI::App app("Runs, checks and shows mixture-of-experts models stored as EXL3 trellis codes.");
+  Invocation invocation;
+  AddCommands(app, invocation);
+  const std::string problem = CommandProblem(app, arguments);
+  if (!problem.empty()) return UsageError(output, problem);
+  try {
+    // CLI11 takes arguments last first.
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
+  } catch (const CLI::CallForHelp&) {
+    output.Print("{}", app.help());
+    output.Document({{"help", app.help()}});
+    return kExitOk;
+  } catch (const CLI::CallForVersion& version) {
+    output.Print("{}\n", version.what());
+    output.Document({{"version", ESPALIER_VERSION}});
+    return kExitOk;
+  } catch (const CLI::ParseError& error) {
+    return UsageError(output, fmt::format("{} (--help shows the options)", error.what()));
+  }
+  const Result<int> result = invocation.run(output);
+  if (result) return *result;
+  output.Fail(StatusCodeName(result.error().code()), result.error().message());
+  return ExitCode(result.error().code());
+}
+
+int Main(std::span<char* const> arguments) {
+  Output output(AsksForJson(arguments));
+  int exit_code = kExitOk;
+  try {
+    exit_code = ParseAndRun(arguments, output);
+  } catch (const std::bad_alloc&) {
+    output.Fail(StatusCodeName(StatusCode::kCapacity), "the machine has not enough memory for this");
+    exit_code = ExitCode(StatusCode::kCapacity);
+  } catch (const std::filesystem::filesystem_error& error) {
+    output.Fail(StatusCodeName(StatusCode::kIo), error.what());
+    exit_code = ExitCode(StatusCode::kIo);
+  } catch (const std::exception& error) {
+    output.Fail("internal", error.what());
+    exit_code = kExitUsage;
+  }
+  if (!output.Flush()) {
+    output.Note("io error: standard output could not be written");
+    return ExitCode(StatusCode::kIo);
+  }
+  return exit_code;
+}
+
+}  // namespace
+}  // namespace espalier::cli
+
+int main(int argc, char** argv) {
+  espalier::cli::KeepStandardStreamsOpen();
+  std::signal(SIGPIPE, SIG_IGN);
+  const auto count = static_cast<size_t>(std::max(argc - 1, 0));
+  try {
+    return espalier::cli::Main(std::span<char* const>(argv + (argc > 0 ? 1 : 0), count));
+  } catch (...) {
+    // Even the error report failed, most likely for want of memory.
+    std::fputs("espalier: capacity error: the machine has not enough memory for this\n", stderr);
+    return espalier::ExitCode(espalier::StatusCode::kCapacity);
+  }
+}

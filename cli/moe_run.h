@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Inputs of a MoE layer, read or drawn, and one run of an executor over them.
+#ifndef ESPALIER_CLI_MOE_RUN_H_
+#define ESPALIER_CLI_MOE_RUN_H_
+
+#include <espalier/experts.h>
+#include <espalier/moe.h>
+#include <espalier/status.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace espalier::cli {
+
+struct MoeInput {
+  uint64_t tokens = 0;
+  uint32_t top_k = 0;
+  Dtype dtype = Dtype::kF32;  // of x: kF32, kF16, kBF16
+  IdType id_type = IdType::kInt32;
+  HostBuffer x;                // [tokens, hidden]
+  HostBuffer topk_ids;         // [tokens, top_k]
+  std::vector<float> weights;  // [tokens, top_k]
+};
+
+// x, topk_ids and topk_weights of a safetensors file. Errors: kIo, kFormat; kGeometry for missing
+// tensors and other dtypes or shapes; kCapacity for more tokens or routes than a plan takes.
+Result<MoeInput> ReadMoeInput(const std::string& path, uint64_t hidden_channels);
+
+struct RandomInputSize {
+  uint64_t tokens = 0;
+  uint64_t hidden_channels = 0;
+  uint32_t experts = 0;
+  uint32_t top_k = 0;  // <= experts
+};
+
+// x ~ N(0, 1), distinct experts, positive weights that sum to 1. The same bits on every machine.
+Result<MoeInput> RandomMoeInput(const RandomInputSize& size, uint64_t seed);
+
+struct MoeOutput {
+  HostBuffer y;  // [tokens, hidden], the type asked for
+  double seconds = 0;
+  std::string executor;  // what ran
+};
+
+// One run with checked ids. `output` is kF32, or kF64 for the reference.
+Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
+                           CpuMode mode, Dtype output);
+
+}  // namespace espalier::cli
+
+#endif  // ESPALIER_CLI_MOE_RUN_H_

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// espalier run: executes the routed experts of one layer over a file of tokens, or over random ones.
+#include <espalier/experts.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "checkpoint/safetensors.h"
+#include "command.h"
+#include "moe_run.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr int64_t kMaxRanks = 1024;
+
+struct RunOptions {
+  std::string checkpoint;
+  std::string layer;
+  std::string tp = "1";
+  std::string rank;
+  std::string ep = "1";
+  std::string activation;
+  std::string input;
+  std::string output;
+  std::string tokens = "4";
+  std::string seed = "1";
+  std::string device = "cpu";
+  std::string executor;
+  std::string mode;
+};
+
+struct Executor {
+  std::string name;  // empty: what ESPALIER_FORCE_BACKEND names
+  CpuMode mode = CpuMode::kExact;
+};
+
+Result<CpuMode> ParseMode(std::string_view text) {
+  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
+    if (text == CpuModeName(mode)) return mode;
+  }
+  return Error(StatusCode::kUsage, fmt::format("--mode '{}': legal: exact, fast, int8", text));
+}
+
+Result<uint64_t> ParseSeed(std::string_view text) {
+  uint64_t seed = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    return Error(StatusCode::kUsage, fmt::format("--seed '{}': legal: 0 to 2^64 - 1", text));
+  }
+  return seed;
+}
+
+Result<Executor> ChooseExecutor(const RunOptions& options) {
+  const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
+  Executor executor{.name = options.executor};
+  std::string_view effective = options.executor;
+  if (options.executor.empty()) {
+    const bool is_forced = forced != nullptr && *forced != '\0';
+    if (!is_forced) executor.name = "cpu";
+    effective = is_forced ? std::string_view(forced) : "cpu";
+  }
+  if (effective != "reference" && effective != "cpu" && effective != "cuda") {
+    return Error(StatusCode::kUsage, fmt::format("--executor '{}': legal: reference, cpu, cuda", effective));
+  }
+  if (!options.mode.empty()) {
+    const Result<CpuMode> mode = ParseMode(options.mode);
+    if (!mode) return tl::unexpected(mode.error());
+    if (effective != "cpu") {
+      return Error(StatusCode::kUsage,
+                   fmt::format("--mode applies to the cpu executor, the executor is {}", effective));
+    }
+    executor.mode = *mode;
+  }
+  if (effective == "cuda") {
+    return Error(StatusCode::kDevice, "--executor cuda: this build has no CUDA; legal: reference, cpu");
+  }
+  return executor;
+}
+
+// Sizes of 1 are what this build runs.
+Result<void> CheckParallel(const RunOptions& options) {
+  const Result<int64_t> tp = ParseInteger("--tp", options.tp, 1, kMaxRanks);
+  if (!tp) return tl::unexpected(tp.error());
+  const Result<int64_t> ep = ParseInteger("--ep", options.ep, 1, kMaxRanks);
+  if (!ep) return tl::unexpected(ep.error());
+  if (!options.rank.empty()) {
+    const Result<int64_t> rank = ParseInteger("--rank", options.rank, 0, *tp * *ep - 1);
+    if (!rank) return tl::unexpected(rank.error());
+  }
+  if (*tp != 1 || *ep != 1) {
+    return Error(StatusCode::kUnsupported,
+                 fmt::format("--tp {} --ep {}: not built yet; legal: --tp 1 --ep 1", *tp, *ep));
+  }
+  return {};
+}
+
+Result<MoeInput> MakeInput(const RunOptions& options, const ModelConfig& config, const MoeLayer& layer,
+                           Output& output) {
+  if (!options.input.empty()) return ReadMoeInput(options.input, layer.valid_hidden_channels);
+  const Result<int64_t> tokens = ParseInteger("--tokens", options.tokens, 0, kMaxPlanTokens);
+  if (!tokens) return tl::unexpected(tokens.error());
+  const Result<uint64_t> seed = ParseSeed(options.seed);
+  if (!seed) return tl::unexpected(seed.error());
+  const uint64_t wanted = config.top_k != 0 ? config.top_k : 2;
+  const RandomInputSize size{
+      .tokens = static_cast<uint64_t>(*tokens),
+      .hidden_channels = layer.valid_hidden_channels,
+      .experts = layer.experts,
+      .top_k = static_cast<uint32_t>(std::min({wanted, uint64_t{layer.experts}, uint64_t{kMaxTopK}}))};
+  output.Note(fmt::format("no --input: {} random tokens, {} of {} experts each, seed {}", size.tokens,
+                          size.top_k, size.experts, *seed));
+  return RandomMoeInput(size, *seed);
+}
+
+Result<PreparedExperts> Load(const Checkpoint& checkpoint, size_t layer, const RunOptions& options,
+                             Output& output) {
+  LoadOptions load;
+  if (!options.activation.empty()) {
+    const Result<Activation> activation = ParseActivation(options.activation);
+    if (!activation) return tl::unexpected(activation.error());
+    load.activation = *activation;
+  } else if (!checkpoint.config().activation) {
+    output.Note("no config names an activation: assuming silu");
+  }
+  Progress progress("loading");
+  load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
+  return LoadExperts(checkpoint, layer, load);
+}
+
+Result<void> CheckOptions(const RunOptions& options) {
+  if (Result<void> device = CheckDevice(options.device); !device) return device;
+  if (!options.activation.empty()) {
+    if (Result<Activation> activation = ParseActivation(options.activation); !activation) {
+      return tl::unexpected(activation.error());
+    }
+  }
+  return {};
+}
+
+void Report(const MoeLayer& layer, const PreparedExperts& experts, const MoeInput& input,
+            const MoeOutput& result, CpuMode mode, const std::string& path, Output& output) {
+  const bool has_mode = result.executor == "cpu";
+  const std::string activation = ActivationText(experts.geometry().activation);
+  output.Print("layer {}: {} tokens, top-{}, {} experts, {}\n", layer.label, input.tokens, input.top_k,
+               layer.experts, activation);
+  output.Print("executor {}{}{}, {:.6f} s\n", result.executor, has_mode ? " " : "",
+               has_mode ? CpuModeName(mode) : "", result.seconds);
+  if (!path.empty()) output.Print("wrote {}\n", path);
+  output.Document({{"schema", "espalier.run/1"},
+                   {"layer", LayerId(layer)},
+                   {"label", layer.label},
+                   {"tokens", input.tokens},
+                   {"top_k", input.top_k},
+                   {"activation", activation},
+                   {"executor", result.executor},
+                   {"mode", has_mode ? Json(CpuModeName(mode)) : Json()},
+                   {"seconds", result.seconds},
+                   {"tp", 1},
+                   {"ep", 1},
+                   {"output", TextOrNull(path)}});
+}
+
+Result<int> Run(const RunOptions& options, Output& output) {
+  if (Result<void> legal = CheckOptions(options); !legal) return tl::unexpected(legal.error());
+  const Result<Executor> executor = ChooseExecutor(options);
+  if (!executor) return tl::unexpected(executor.error());
+  const Result<Checkpoint> checkpoint = Checkpoint::Open(options.checkpoint);
+  if (!checkpoint) return tl::unexpected(checkpoint.error());
+  const Result<size_t> position = checkpoint->FindLayer(options.layer);
+  if (!position) return tl::unexpected(position.error());
+  if (Result<void> parallel = CheckParallel(options); !parallel) {
+    output.SetLegalTp(checkpoint->LegalTpSizes());
+    return tl::unexpected(parallel.error());
+  }
+  const MoeLayer& layer = checkpoint->layers()[*position];
+  if (Result<void> usable = checkpoint->CheckUsable(layer.label); !usable) {
+    return tl::unexpected(usable.error());
+  }
+  // The input first: it is small, and a wrong one should not cost the reading of a layer.
+  const Result<MoeInput> input = MakeInput(options, checkpoint->config(), layer, output);
+  if (!input) return tl::unexpected(input.error());
+  const Result<PreparedExperts> experts = Load(*checkpoint, *position, options, output);
+  if (!experts) return tl::unexpected(experts.error());
+  const Result<MoeOutput> result = RunLayer(*experts, *input, executor->name, executor->mode, Dtype::kF32);
+  if (!result) return tl::unexpected(result.error());
+  if (!options.output.empty()) {
+    const TensorData y{.name = "y",
+                       .dtype = Dtype::kF32,
+                       .shape = {input->tokens, experts->geometry().hidden_channels},
+                       .data = result->y.span()};
+    if (Result<void> written = WriteSafetensors(options.output, std::span(&y, 1)); !written) {
+      return tl::unexpected(written.error());
+    }
+  }
+  Report(layer, *experts, *input, *result, executor->mode, options.output, output);
+  return kExitOk;
+}
+
+}  // namespace
+
+void AddRun(CLI::App& app, Invocation& invocation) {
+  auto options = std::make_shared<RunOptions>();
+  CLI::App* command = AddCommand(
+      app, invocation, "run", "Run the routed experts of one layer",
+      "FILE of --input holds x [tokens, hidden] (F32, F16, BF16), topk_ids [tokens, k] (I32, I64; -1 = no\n"
+      "expert) and topk_weights [tokens, k] (F32, F16, BF16). The output holds y [tokens, hidden] F32.\n"
+      "\n"
+      "Example:\n"
+      "  espalier run /models/glm --layer 3 --input tokens.safetensors -o y.safetensors\n"
+      "  espalier run /models/glm --layer 3 --tokens 16 --executor reference\n");
+  command->add_option("CKPT", options->checkpoint, "Checkpoint: a directory or one .safetensors file")
+      ->required();
+  command->add_option("--layer", options->layer, "Layer label, as inspect shows it")->required();
+  command->add_option("--input", options->input, "Safetensors file with tokens and routes");
+  command->add_option("-o,--output", options->output, "Safetensors file to write y to");
+  command->add_option("--tokens", options->tokens, "Random tokens without --input")->capture_default_str();
+  command->add_option("--seed", options->seed, "Seed of the random tokens and routes")->capture_default_str();
+  command->add_option(
+      "--activation", options->activation,
+      "silu, gelu, relu2, situ:BETA,LINEAR_BETA or swiglu-oai[:LIMIT] instead of the config's");
+  command->add_option("--executor", options->executor, "reference, cpu or cuda; cpu by default");
+  command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
+  command->add_option("--device", options->device, "cpu or cuda[:INDEX]")->capture_default_str();
+  command->add_option("--tp", options->tp, "Tensor-parallel ranks; 1 in this build")->capture_default_str();
+  command->add_option("--rank", options->rank, "Run this rank only");
+  command->add_option("--ep", options->ep, "Expert-parallel ranks; 1 in this build")->capture_default_str();
+  command->callback([options, &invocation] {
+    invocation.run = [options](Output& output) { return Run(*options, output); };
+  });
+}
+
+}  // namespace espalier::cli
