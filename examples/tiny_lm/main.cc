@@ -27,30 +27,30 @@ using espalier::StatusCode;
 using Clock = std::chrono::steady_clock;
 
 constexpr char kUsage[] =
-    R"(usage: tiny_lm CHECKPOINT [option VALUE]...
+    R"(usage: tiny_lm CHECKPOINT [TEXT_FILE] [option VALUE]...
 
-  --text FILE      print the perplexity of FILE, in windows of 256 tokens
-  --windows N      of no more than N windows
+Prints the perplexity of TEXT_FILE in windows of 256 tokens, then continues a prompt.
+
+  --windows N      measure no more than N windows
   --prompt TEXT    continue TEXT
   --tokens N       by N tokens (default 100)
   --top-k N        drawn from the N likeliest at temperature 0.8 (default 20; 1 = the likeliest)
-  --ids FILE       run the token ids in FILE (decimal numbers) and
-  --logits FILE    write their logits: fp32 of this machine's byte order, [ids, vocabulary]
   --executor NAME  cpu or reference (default: the best there is)
+  --ids FILE       instead of a prompt, run the token ids in FILE (decimal numbers) and
+  --logits FILE    write their logits: fp32 of this machine's byte order, [ids, vocabulary]
 )";
 constexpr size_t kWindowTokens = 256;
 constexpr size_t kMaxNumber = 65536;
 constexpr double kTemperature = 0.8;
 
 struct Options {
-  std::string checkpoint, text, prompt, ids, logits, executor;
+  std::string checkpoint, text_file, prompt = "Elizabeth was surprised", ids, logits, executor;
   size_t windows = kMaxNumber, tokens = 100, top_k = 20;
 };
 
 Result<Options> ParseOptions(std::span<char* const> args) {
   Options options;
-  const std::map<std::string_view, std::string*> texts = {{"--text", &options.text},
-                                                          {"--prompt", &options.prompt},
+  const std::map<std::string_view, std::string*> texts = {{"--prompt", &options.prompt},
                                                           {"--ids", &options.ids},
                                                           {"--logits", &options.logits},
                                                           {"--executor", &options.executor}};
@@ -61,10 +61,11 @@ Result<Options> ParseOptions(std::span<char* const> args) {
     const auto text = texts.find(arg);
     const auto number = numbers.find(arg);
     if (text == texts.end() && number == numbers.end()) {
-      if (arg.starts_with("--") || !options.checkpoint.empty()) {
-        return Error(StatusCode::kUsage, "unknown argument " + arg);
+      std::string& operand = options.checkpoint.empty() ? options.checkpoint : options.text_file;
+      if (arg.empty() || arg.starts_with("--") || !operand.empty()) {
+        return Error(StatusCode::kUsage, "unknown argument " + arg + "; see --help");
       }
-      options.checkpoint = arg;
+      operand = arg;
       continue;
     }
     if (++i == args.size()) return Error(StatusCode::kUsage, arg + " needs a value");
@@ -155,6 +156,7 @@ Result<std::vector<int32_t>> ReadIds(const std::string& path) {
 }
 
 Result<void> WriteLogits(Model& model, std::span<const int32_t> ids, const std::string& path) {
+  model.Reset();
   const auto logits = model.Forward(ids);
   if (!logits) return tl::unexpected(logits.error());
   std::ofstream out(path, std::ios::binary);
@@ -172,7 +174,7 @@ Result<void> Run(const Options& options) {
   if (!options.ids.empty()) ids = ReadIds(options.ids);
   if (!ids) return tl::unexpected(ids.error());
   Result<std::string> text;
-  if (!options.text.empty()) text = ReadFile(options.text);
+  if (!options.text_file.empty()) text = ReadFile(options.text_file);
   if (!text) return tl::unexpected(text.error());
   const std::vector<int32_t> prompt = tokenizer->Encode(options.prompt);
 
@@ -191,10 +193,11 @@ Result<void> Run(const Options& options) {
               std::string(model->executor()).c_str(), SecondsSince(start));
 
   Result<void> done;
-  if (!options.text.empty()) done = PrintPerplexity(*model, tokenizer->Encode(*text), options.windows);
-  if (done && !ids->empty()) done = WriteLogits(*model, *ids, options.logits);
-  if (done && !prompt.empty()) done = Continue(*model, *tokenizer, prompt, options);
-  return done;
+  if (!options.text_file.empty()) done = PrintPerplexity(*model, tokenizer->Encode(*text), options.windows);
+  if (!done) return done;
+  if (!options.logits.empty()) return WriteLogits(*model, *ids, options.logits);
+  if (!prompt.empty()) return Continue(*model, *tokenizer, prompt, options);
+  return {};
 }
 
 int Main(std::span<char* const> args) {

@@ -125,8 +125,9 @@ Result<Model> Model::Load(const std::filesystem::path& directory, const ModelOpt
   Model model;
   model.shape_ = *shape;
   model.context_tokens_ = options.context_tokens;
-  if (Result<void> loaded = model.LoadWeights(*checkpoint, options); !loaded)
+  if (Result<void> loaded = model.LoadWeights(*checkpoint, options); !loaded) {
     return tl::unexpected(loaded.error());
+  }
 
   const size_t context = options.context_tokens, half = shape->head_dim / 2;
   for (size_t i = 0; i < context * half; ++i) {
@@ -194,8 +195,9 @@ Result<Model::Layer> Model::LoadLayer(const Checkpoint& checkpoint, size_t numbe
   const std::string prefix = "model.layers." + std::to_string(number) + ".";
   const Result<size_t> index = checkpoint.FindLayer(std::to_string(number));
   if (!index) return tl::unexpected(index.error());
-  if (Result<void> usable = checkpoint.CheckUsable(std::to_string(number)); !usable)
+  if (Result<void> usable = checkpoint.CheckUsable(std::to_string(number)); !usable) {
     return tl::unexpected(usable.error());
+  }
   Result<espalier::PreparedExperts> experts = espalier::LoadExperts(checkpoint, *index);
   if (!experts) return tl::unexpected(experts.error());
   if (experts->geometry().experts != shape_.experts || experts->geometry().hidden_channels != shape_.hidden) {
@@ -219,8 +221,9 @@ Result<Model::Layer> Model::LoadLayer(const Checkpoint& checkpoint, size_t numbe
       {"mlp.gate.weight", {shape_.experts, shape_.hidden}, &layer.router},
   };
   for (const auto& [name, shape, target] : tensors) {
-    if (Result<void> read = ReadTensor(checkpoint, prefix + name, shape, target); !read)
+    if (Result<void> read = ReadTensor(checkpoint, prefix + name, shape, target); !read) {
       return tl::unexpected(read.error());
+    }
   }
   const std::tuple<const char*, size_t, size_t> projections[] = {{"q_proj", shape_.hidden, q_size},
                                                                  {"k_proj", shape_.hidden, kv_size},
@@ -328,8 +331,9 @@ void Model::Attend(const Layer& layer, size_t tokens) {
     float* out = &attended_[row * dim];
     std::fill_n(out, dim, 0.0f);
     for (size_t s = 0; s < scores.size(); ++s) {
+      const float weight = scores[s] / sum;
       const float* v = &layer.v_cache[s * kv_size + kv_offset];
-      for (size_t i = 0; i < dim; ++i) out[i] += scores[s] / sum * v[i];
+      for (size_t i = 0; i < dim; ++i) out[i] += weight * v[i];
     }
   }
 }

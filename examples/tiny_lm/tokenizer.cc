@@ -181,8 +181,9 @@ Result<void> Tokenizer::Parse(const json& root) {
       const auto found = vocab.find(token);
       if (found != vocab.end()) ids[known++] = found->second;
     }
-    if (known < 3)
+    if (known < 3) {
       return Error(StatusCode::kFormat, "model.vocab lacks a token of the merge " + merge.dump());
+    }
     merges_.emplace(PairKey(ids[0], ids[1]), Merge{rank++, ids[2]});
   }
   for (const json& token : root.value("added_tokens", json::array())) {

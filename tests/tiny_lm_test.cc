@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The example language model: its tokenizer, and both executors against the logits of the reference
+// implementation.
+#include <espalier/espalier.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model.h"
+#include "tokenizer.h"
+
+namespace tiny_lm {
+namespace {
+
+using ::espalier::Result;
+using ::espalier::StatusCode;
+using ::nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr size_t kWindowTokens = 256;
+const std::filesystem::path kCheckpoint = ESPALIER_BUNDLED_CHECKPOINT;
+
+// The whole text costs seconds in an optimised build, many minutes under a sanitizer.
+constexpr bool kSlowBuild =
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
+    true;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+    true;
+#else
+    false;
+#endif
+#else
+    false;
+#endif
+
+// One tensor of tests/data/golden/model_golden.safetensors.
+template <typename T>
+std::vector<T> Golden(const std::string& name) {
+  const std::string file = ReadFile(ESPALIER_TEST_DATA "/golden/model_golden.safetensors").value();
+  uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, file.data(), sizeof header_bytes);
+  const json offsets = json::parse(file.substr(8, header_bytes)).at(name).at("data_offsets");
+  std::vector<T> values((offsets.at(1).get<size_t>() - offsets.at(0).get<size_t>()) / sizeof(T));
+  std::memcpy(values.data(), file.data() + 8 + header_bytes + offsets.at(0).get<size_t>(),
+              values.size() * sizeof(T));
+  return values;
+}
+
+std::vector<int32_t> PromptIds() {
+  const std::vector<int64_t> ids = Golden<int64_t>("prompt_ids");
+  return {ids.begin(), ids.end()};
+}
+
+const Tokenizer& BundledTokenizer() {
+  static const Tokenizer tokenizer = Tokenizer::FromFile(kCheckpoint / "tokenizer.json").value();
+  return tokenizer;
+}
+
+std::string HeldOutText() { return ReadFile(ESPALIER_SOURCE_DIR "/data/heldout.txt").value(); }
+
+Result<Model> LoadBundled(const std::string& executor, size_t context_tokens) {
+  ModelOptions options;
+  options.executor = executor;
+  options.context_tokens = context_tokens;
+  return Model::Load(kCheckpoint, options);
+}
+
+double RelativeL2(std::span<const float> found, std::span<const float> wanted) {
+  EXPECT_EQ(found.size(), wanted.size());
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    error += std::pow(double{found[i]} - wanted[i], 2);
+    norm += std::pow(double{wanted[i]}, 2);
+  }
+  return std::sqrt(error / norm);
+}
+
+// A copy of the bundled checkpoint with other JSON files; the weights are a link.
+class ChangedCheckpoint {
+ public:
+  ChangedCheckpoint() {
+    std::filesystem::create_directories(path_);
+    for (const char* name : {"config.json", "quantization_config.json", "tokenizer.json"}) {
+      std::filesystem::copy_file(kCheckpoint / name, path_ / name);
+    }
+    std::filesystem::create_symlink(kCheckpoint / "model.safetensors", path_ / "model.safetensors");
+  }
+  ChangedCheckpoint(const ChangedCheckpoint&) = delete;
+  ChangedCheckpoint& operator=(const ChangedCheckpoint&) = delete;
+  ~ChangedCheckpoint() { std::filesystem::remove_all(path_); }
+
+  // An RFC 7386 patch: null removes a key.
+  void Patch(const char* file, const json& patch) const {
+    json root = ReadJson(kCheckpoint / file).value();
+    root.merge_patch(patch);
+    std::ofstream(path_ / file) << root;
+  }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_ =
+      std::filesystem::path(::testing::TempDir()) / ("espalier_tiny_lm_" + std::to_string(getpid()));
+};
+
+TEST(TinyLmTokenizer, HeldOutTextSurvivesAndFills77Windows) {
+  const std::string text = HeldOutText();
+  const std::vector<int32_t> ids = BundledTokenizer().Encode(text);
+  EXPECT_EQ(ids.size(), 19915u);
+  EXPECT_EQ((ids.size() - 1) / kWindowTokens, 77u);
+  EXPECT_EQ(BundledTokenizer().Decode(ids), text);
+  // The reference's prompt is cut from this text at token 512: a tokenizer that cuts words elsewhere than
+  // the reference's differs before that.
+  const std::vector<int32_t> prompt = PromptIds();
+  EXPECT_EQ(std::vector<int32_t>(ids.begin() + 512, ids.begin() + 512 + prompt.size()), prompt);
+}
+
+TEST(TinyLmTokenizer, PromptEncodesToTheReferenceIds) {
+  const std::string text = BundledTokenizer().Decode(PromptIds());
+  EXPECT_THAT(text, HasSubstr("Bennet and Kitty"));
+  EXPECT_EQ(BundledTokenizer().Encode(text), PromptIds());
+}
+
+// Ids by the tokenizers package (0.23.3) from the same tokenizer.json.
+TEST(TinyLmTokenizer, CutsAsTheReferenceDoes) {
+  const std::pair<std::string, std::vector<int32_t>> cases[] = {
+      {"don't we'll I'M they've 'sir'", {70, 265, 920, 553, 1863, 317, 9, 47, 569, 3216, 661, 85, 347, 9}},
+      {"  two  spaces \n\n and\ttabs  ", {223, 814, 223, 670, 1989, 223, 451, 296, 200, 86, 367, 85, 262}},
+      {"in 1812, 25th", {263, 1119, 1527, 14, 3447, 390}},
+      {"\u201cOh!\u201d\u2014said she.<|im_end|>\n<|im_start|>x",
+       {420, 2502, 2103, 2991, 85, 1841, 439, 16, 2, 201, 1, 90}},
+      {" caf\u00e9\u00a0\u0436\u4e2d 2\u00bd", {279, 1577, 1626, 1658, 143, 117, 1987, 258, 422, 129, 124}},
+  };
+  for (const auto& [text, ids] : cases) {
+    EXPECT_EQ(BundledTokenizer().Encode(text), ids) << text;
+    EXPECT_EQ(BundledTokenizer().Decode(ids), text);
+  }
+}
+
+TEST(TinyLmTokenizer, AnyBytesSurvive) {
+  std::string bytes;
+  for (int i = 0; i < 512; ++i) bytes.push_back(static_cast<char>(i * 167 % 256));
+  EXPECT_EQ(BundledTokenizer().Decode(BundledTokenizer().Encode(bytes)), bytes);
+  EXPECT_TRUE(BundledTokenizer().Encode("").empty());
+  EXPECT_EQ(BundledTokenizer().Decode(std::vector<int32_t>{-1, 1 << 30}), "");
+}
+
+TEST(TinyLmTokenizer, RefusesWhatItDoesNotKnow) {
+  struct Case {
+    json patch;
+    StatusCode code;
+    const char* message;
+  };
+  const Case cases[] = {
+      {{{"model", nullptr}}, StatusCode::kFormat, "'model' not found"},
+      {{{"model", {{"vocab", {{"A", nullptr}}}}}}, StatusCode::kFormat, "no token for byte 65"},
+      {{{"model", {{"vocab", {{"A", -1}}}}}}, StatusCode::kFormat, "token id -1"},
+      {{{"model", {{"vocab", {{"A", 4294967296}}}}}}, StatusCode::kFormat, "token id 4294967296"},
+      {{{"model", {{"vocab", 7}}}}, StatusCode::kFormat, "no token for byte 0"},
+      {{{"model", {{"merges", {"a b"}}}}}, StatusCode::kFormat, "type must be array"},
+      {{{"model", {{"merges", json::array({json::array({"a", "\u00e9\u00e9\u00e9"})})}}}},
+       StatusCode::kFormat,
+       "the merge [\"a\","},
+      {{{"added_tokens", {{{"id", 0}, {"content", ""}}}}}, StatusCode::kFormat, "without content"},
+      {{{"model", {{"type", "Unigram"}}}}, StatusCode::kUnsupported, "BPE"},
+      {{{"normalizer", {{"type", "NFC"}}}}, StatusCode::kUnsupported, "normalizer"},
+      {{{"pre_tokenizer", {{"add_prefix_space", true}}}}, StatusCode::kUnsupported, "add_prefix_space"},
+  };
+  const ChangedCheckpoint checkpoint;
+  const std::filesystem::path path = checkpoint.path() / "tokenizer.json";
+  for (const Case& c : cases) {
+    checkpoint.Patch("tokenizer.json", c.patch);
+    const Result<Tokenizer> tokenizer = Tokenizer::FromFile(path);
+    ASSERT_FALSE(tokenizer.has_value()) << c.patch;
+    EXPECT_EQ(tokenizer.error().code(), c.code) << c.patch;
+    EXPECT_THAT(tokenizer.error().message(), HasSubstr(c.message));
+    EXPECT_THAT(tokenizer.error().message(), HasSubstr("tokenizer.json"));
+  }
+  std::ofstream(path) << "{\"model\": ";
+  EXPECT_EQ(Tokenizer::FromFile(path).error().code(), StatusCode::kFormat);
+  EXPECT_EQ(Tokenizer::FromFile(checkpoint.path() / "absent.json").error().code(), StatusCode::kIo);
+}
+
+class TinyLmExecutor : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(, TinyLmExecutor, ::testing::Values("reference", "cpu"),
+                         [](const auto& param) { return std::string(param.param); });
+
+TEST_P(TinyLmExecutor, LogitsMatchTheReferenceImplementation) {
+  const espalier::Backend* backend = espalier::BackendByName(GetParam()).value();
+  const uint64_t runs_before = backend->num_runs();
+  Result<Model> model = LoadBundled(GetParam(), 48);
+  ASSERT_TRUE(model.has_value()) << model.error().message();
+  EXPECT_EQ(model->executor(), GetParam());
+  const auto logits = model->Forward(PromptIds());
+  ASSERT_TRUE(logits.has_value()) << logits.error().message();
+  // Four layers of four projections and a block of experts, then the head.
+  EXPECT_EQ(backend->num_runs() - runs_before, 4u * 5 + 1);
+  const double error = RelativeL2(*logits, Golden<float>("logits_fp32ref_mixed"));
+  RecordProperty("rel_l2", std::to_string(error));
+  EXPECT_LE(error, 1e-3);
+  // The unquantized model's logits are 0.1 away: the bound above would notice the wrong weights.
+  EXPECT_GT(RelativeL2(*logits, Golden<float>("logits_fp32ref_bf16")), 1e-2);
+}
+
+TEST(TinyLmModel, TokenByTokenGivesTheBitsOfOneCall) {
+  Result<Model> model = LoadBundled("cpu", 48);
+  ASSERT_TRUE(model.has_value()) << model.error().message();
+  const std::vector<int32_t> ids = PromptIds();
+  const auto logits = model->Forward(ids);
+  ASSERT_TRUE(logits.has_value()) << logits.error().message();
+  const std::vector<float> at_once(logits->begin(), logits->end());
+  model->Reset();
+  std::vector<float> in_steps;
+  for (size_t at = 0; at < ids.size();) {
+    const size_t step = at == 0 ? 29 : 1;
+    const auto part = model->Forward(std::span(ids).subspan(at, step));
+    ASSERT_TRUE(part.has_value()) << part.error().message();
+    in_steps.insert(in_steps.end(), part->begin(), part->end());
+    at += step;
+  }
+  ASSERT_EQ(in_steps.size(), at_once.size());
+  EXPECT_EQ(std::memcmp(in_steps.data(), at_once.data(), at_once.size() * sizeof(float)), 0);
+}
+
+TEST(TinyLmModel, RefusedTokensLeaveTheContextAsItWas) {
+  Result<Model> model = LoadBundled("cpu", 4);
+  ASSERT_TRUE(model.has_value()) << model.error().message();
+  ASSERT_TRUE(model->Forward(std::vector<int32_t>{5, 6, 7}).has_value());
+  EXPECT_EQ(model->Forward(std::vector<int32_t>{8, 9}).error().code(), StatusCode::kCapacity);
+  EXPECT_EQ(model->Forward(std::vector<int32_t>{4096}).error().code(), StatusCode::kUsage);
+  EXPECT_EQ(model->Forward(std::vector<int32_t>{-1}).error().code(), StatusCode::kUsage);
+  EXPECT_EQ(model->position(), 3u);
+  EXPECT_TRUE(model->Forward(std::vector<int32_t>{}).has_value());
+  EXPECT_TRUE(model->Forward(std::vector<int32_t>{8}).has_value());
+}
+
+TEST(TinyLmModel, RefusesAConfigThatItCannotRun) {
+  struct Case {
+    json patch;
+    StatusCode code;
+    const char* message;
+  };
+  const Case cases[] = {
+      {{{"rope_theta", nullptr}}, StatusCode::kFormat, "'rope_theta' not found"},
+      {{{"head_dim", "64"}}, StatusCode::kFormat, "head_dim is \"64\""},
+      {{{"head_dim", 32}}, StatusCode::kFormat, "q_norm"},
+      {{{"num_attention_heads", 0}}, StatusCode::kFormat, "num_attention_heads is 0"},
+      {{{"num_key_value_heads", 3}}, StatusCode::kFormat, "multiple of num_key_value_heads"},
+      {{{"num_key_value_heads", 4}}, StatusCode::kFormat, "k_proj"},
+      {{{"vocab_size", 4095}}, StatusCode::kFormat, "embed_tokens"},
+      {{{"num_hidden_layers", 5}}, StatusCode::kUsage, "4"},
+      {{{"num_experts_per_tok", 17}}, StatusCode::kFormat, "num_experts_per_tok"},
+      {{{"norm_topk_prob", false}}, StatusCode::kUnsupported, "norm_topk_prob is false"},
+      {{{"rope_scaling", {{"type", "yarn"}}}}, StatusCode::kUnsupported, "rope_scaling"},
+  };
+  const ChangedCheckpoint checkpoint;
+  for (const Case& c : cases) {
+    checkpoint.Patch("config.json", c.patch);
+    const Result<Model> model = Model::Load(checkpoint.path(), {});
+    ASSERT_FALSE(model.has_value()) << c.patch;
+    EXPECT_EQ(model.error().code(), c.code) << c.patch << ": " << model.error().message();
+    EXPECT_THAT(model.error().message(), HasSubstr(c.message));
+  }
+  EXPECT_EQ(Model::Load(checkpoint.path() / "absent", {}).error().code(), StatusCode::kIo);
+  ModelOptions options;
+  options.executor = "abacus";
+  EXPECT_EQ(Model::Load(kCheckpoint, options).error().code(), StatusCode::kUsage);
+}
+
+TEST(TinyLmModel, ExecutorsAgreeOnThePerplexity) {
+  const std::vector<int32_t> tokens = BundledTokenizer().Encode(HeldOutText());
+  const size_t windows = kSlowBuild ? 1 : 3;
+  double values[2];
+  for (int i = 0; i < 2; ++i) {
+    Result<Model> model = LoadBundled(i == 0 ? "reference" : "cpu", kWindowTokens);
+    ASSERT_TRUE(model.has_value()) << model.error().message();
+    const Result<Perplexity> measured = MeasurePerplexity(*model, tokens, kWindowTokens, windows, {});
+    ASSERT_TRUE(measured.has_value()) << measured.error().message();
+    EXPECT_EQ(measured->predictions, windows * kWindowTokens);
+    values[i] = measured->value;
+  }
+  EXPECT_NEAR(values[0], values[1], 1e-3);
+}
+
+TEST(TinyLmModel, PerplexityOfTheHeldOutText) {
+  if (kSlowBuild) GTEST_SKIP() << "takes minutes without optimisation or under a sanitizer";
+  Result<Model> model = LoadBundled("cpu", kWindowTokens);
+  ASSERT_TRUE(model.has_value()) << model.error().message();
+  const std::vector<int32_t> tokens = BundledTokenizer().Encode(HeldOutText());
+  size_t calls = 0;
+  const Result<Perplexity> measured =
+      MeasurePerplexity(*model, tokens, kWindowTokens, tokens.size(), [&calls](size_t done, size_t all) {
+        EXPECT_EQ(done, ++calls);
+        EXPECT_EQ(all, 77u);
+      });
+  ASSERT_TRUE(measured.has_value()) << measured.error().message();
+  EXPECT_EQ(calls, 77u);
+  EXPECT_EQ(measured->predictions, 19712u);
+  EXPECT_NEAR(measured->value, 38.111, 0.02);
+}
+
+}  // namespace
+}  // namespace tiny_lm
