@@ -195,9 +195,6 @@ Result<Model::Layer> Model::LoadLayer(const Checkpoint& checkpoint, size_t numbe
   const std::string prefix = "model.layers." + std::to_string(number) + ".";
   const Result<size_t> index = checkpoint.FindLayer(std::to_string(number));
   if (!index) return tl::unexpected(index.error());
-  if (Result<void> usable = checkpoint.CheckUsable(std::to_string(number)); !usable) {
-    return tl::unexpected(usable.error());
-  }
   Result<espalier::PreparedExperts> experts = espalier::LoadExperts(checkpoint, *index);
   if (!experts) return tl::unexpected(experts.error());
   if (experts->geometry().experts != shape_.experts || experts->geometry().hidden_channels != shape_.hidden) {
