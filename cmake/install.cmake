@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# What `cmake --install` puts down: library, headers, CMake package, pkg-config file, command line.
+include(CMakePackageConfigHelpers)
+
+set(ESPALIER_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/espalier)
+
+install(TARGETS espalier EXPORT espalierTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/espalier ${PROJECT_BINARY_DIR}/include/espalier
+        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h" PATTERN "*.def")
+install(EXPORT espalierTargets NAMESPACE espalier:: DESTINATION ${ESPALIER_CMAKE_DIR})
+if(TARGET espalier_cli)
+  install(TARGETS espalier_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+
+# The archive is static: whoever links it links its private dependencies too.
+if(ESPALIER_STD_THREADS)
+  set(ESPALIER_CONFIG_TBB "")
+  set(ESPALIER_PC_TBB "")
+else()
+  set(ESPALIER_CONFIG_TBB "find_dependency(TBB)")
+  set(ESPALIER_PC_TBB ", tbb")
+endif()
+configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/espalierConfig.cmake.in
+                              ${PROJECT_BINARY_DIR}/espalierConfig.cmake
+                              INSTALL_DESTINATION ${ESPALIER_CMAKE_DIR})
+# Before 1.0 every minor version may break its callers.
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/espalierConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/espalierConfig.cmake ${PROJECT_BINARY_DIR}/espalierConfigVersion.cmake
+        DESTINATION ${ESPALIER_CMAKE_DIR})
+
+# Absolute install directories (distributions set them) must not get the prefix in front.
+cmake_path(APPEND ESPALIER_PC_LIBDIR "\${prefix}" "${CMAKE_INSTALL_LIBDIR}")
+cmake_path(APPEND ESPALIER_PC_INCLUDEDIR "\${prefix}" "${CMAKE_INSTALL_INCLUDEDIR}")
+configure_file(${CMAKE_CURRENT_LIST_DIR}/espalier.pc.in ${PROJECT_BINARY_DIR}/espalier.pc @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/espalier.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
