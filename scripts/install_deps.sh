@@ -87,8 +87,9 @@ if [[ ${ESPALIER_SKIP_DEPS:-} == 1 ]]; then
   echo "install_deps.sh: ESPALIER_SKIP_DEPS=1, nothing is installed"
   exit 0
 fi
-command -v apt-get >/dev/null && command -v dpkg-query >/dev/null ||
+if ! command -v apt-get >/dev/null; then
   die "no apt-get here. Install by hand: ${wanted[*]} (Debian names); then set ESPALIER_SKIP_DEPS=1"
+fi
 
 sort_out "${wanted[@]}"
 if ((${#missing[@]} == 0 && ${#unknown[@]} == 0)); then

@@ -4,14 +4,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 #include <vector>
 
 // The value, or the end of the program with the library's sentence.
 template <typename T>
 T Value(espalier::Result<T> result) {
-  if (!result) std::fprintf(stderr, "%s\n", result.error().message().c_str());
-  if (!result) std::exit(espalier::ExitCode(result.error().code()));
-  if constexpr (!std::is_void_v<T>) return *std::move(result);
+  if (result) return *std::move(result);
+  std::fprintf(stderr, "%s\n", result.error().message().c_str());
+  std::exit(espalier::ExitCode(result.error().code()));
 }
 
 int main(int argc, char** argv) {
@@ -26,18 +27,20 @@ int main(int argc, char** argv) {
   const int32_t ids[] = {0, 3};              // its experts, as the router chose them
   const float weights[] = {0.75f, 0.25f};    // and their weights
   std::vector<float> y(hidden);
-  Value(espalier::RunMoe(plan, experts,
-                         {.num_tokens = 1,
-                          .x = x.data(),
-                          .x_row_stride = hidden,
-                          .topk_ids = ids,
-                          .topk_ids_row_stride = 2,
-                          .topk_weights = weights,
-                          .topk_weights_row_stride = 2,
-                          .y = y.data(),
-                          .y_row_stride = hidden,
-                          .workspace = workspace.data(),
-                          .workspace_bytes = workspace.size_bytes()}));
+  espalier::MoeArgs args;
+  args.num_tokens = 1;
+  args.x = x.data();
+  args.x_row_stride = hidden;
+  args.topk_ids = ids;
+  args.topk_ids_row_stride = 2;
+  args.topk_weights = weights;
+  args.topk_weights_row_stride = 2;
+  args.y = y.data();
+  args.y_row_stride = hidden;
+  args.workspace = workspace.data();
+  args.workspace_bytes = workspace.size_bytes();
+  const espalier::Result<void> ran = espalier::RunMoe(plan, experts, args);
+  if (!ran) return espalier::ExitCode(ran.error().code());
   std::printf("layer %s on %s: y[0] = %g\n", checkpoint.layers()[0].label.c_str(),
-              std::string(plan.backend().name()).c_str(), static_cast<double>(y[0]));
+              plan.backend().name().data(), static_cast<double>(y[0]));
 }
