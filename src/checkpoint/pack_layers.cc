@@ -35,6 +35,7 @@ class GroupBuilder {
       pack.modules[at] = module.module;
     }
     if (auto r = CheckSizes(pack); !r) return tl::unexpected(r.error());
+    ReportUnknownShared();
     return Describe(layer, pack);
   }
 
@@ -90,17 +91,22 @@ class GroupBuilder {
             ++module;
             continue;
           }
-          const std::string missing =
-              group_.modules[0].name.slice
-                  ? fmt::format("{} of rank{}", ProjectionName(static_cast<Projection>(p)), slice)
-                  : std::string(ProjectionName(static_cast<Projection>(p)));
-          return Error(StatusCode::kFormat,
-                       fmt::format("{}: expert {} of 0..{} is incomplete, its {} matrix is missing", Where(),
-                                   expert, experts_ - 1, missing));
+          return Incomplete(expert, static_cast<Projection>(p), slice);
         }
       }
     }
     return {};
+  }
+
+  // Names the matrix as its siblings are named, under the canonical projection.
+  tl::unexpected<Status> Incomplete(uint32_t expert, Projection projection, uint32_t slice) const {
+    std::string name = fmt::format("{}.{}", group_.prefix, group_.number);
+    if (!group_.block.empty()) name += fmt::format(".{}", group_.block);
+    name += fmt::format(".experts.{}.{}_proj", expert, ProjectionName(projection));
+    if (group_.modules[0].name.slice) name += fmt::format(".rank{}", slice);
+    return Error(StatusCode::kFormat,
+                 fmt::format("{}: incomplete, the {} matrix '{}' is missing; legal: all of experts 0..{}",
+                             Where(), ProjectionName(projection), name, experts_ - 1));
   }
 
   tl::unexpected<Status> BadSize(const PackLayer& pack, size_t at, uint64_t in, uint64_t out) const {
@@ -134,6 +140,22 @@ class GroupBuilder {
       }
     }
     return {};
+  }
+
+  // Layer-wide vectors that the layout has no use for: a name gone wrong, as with any other tensor.
+  void ReportUnknownShared() const {
+    std::vector<int32_t> unknown;
+    for (const auto& [key, tensor] : group_.shared) {
+      if (!rules_.KnowsShared(key, slices_)) unknown.push_back(tensor);
+    }
+    std::sort(unknown.begin(), unknown.end());
+    for (const int32_t tensor : unknown) {
+      context_.problems.push_back({.severity = Problem::Severity::kError,
+                                   .file = context_.shards.FileName(tensor),
+                                   .tensor = context_.shards.tensors[tensor].name,
+                                   .message = "a layer-wide vector that no expert of this layout uses",
+                                   .layer = label_});
+    }
   }
 
   PackLayer Describe(MoeLayer& layer, PackLayer& pack) const {
@@ -176,6 +198,24 @@ Result<std::vector<PackLayer>> BuildPackLayers(LayoutContext& context, const Pac
     context.layers.push_back(std::move(layer));
   }
   return packs;
+}
+
+void CompareCodebook(const LayoutContext& context, const std::vector<PackLayer>& packs,
+                     std::string_view codebook, std::string_view place) {
+  if (codebook.empty()) return;
+  for (const PackLayer& pack : packs) {
+    for (const PackMatrix& matrix : pack.matrices) {
+      if (matrix.info.trellis == kNoTensor || CodebookName(matrix.info.codebook) == codebook) continue;
+      context.problems.push_back(
+          {.severity = Problem::Severity::kWarning,
+           .file = "config.json",
+           .tensor = context.shards.tensors[matrix.info.trellis].name,
+           .message = fmt::format("{}: says '{}', the tensor holds {}; the tensor is used", place, codebook,
+                                  CodebookName(matrix.info.codebook)),
+           .layer = {}});
+      return;  // one is enough to see that the text is wrong
+    }
+  }
 }
 
 Result<void> CheckLayerRange(const LayoutContext& context, const std::pair<uint64_t, uint64_t>& range,

@@ -90,6 +90,8 @@ class PackRules {
   // Tensor of a layer-wide vector, kNoTensor when there is none.
   virtual int32_t SharedSuh(const ExpertGroup& group, const ExpertName& name) const = 0;
   virtual int32_t SharedSvh(const ExpertGroup& group, const ExpertName& name) const = 0;
+  // Whether a layer-wide vector of this name (a key of ExpertGroup::shared) has a meaning.
+  virtual bool KnowsShared(std::string_view key, uint32_t slices) const = 0;
 };
 
 // Builds all groups by the rules; fills context.layers. Errors: kFormat, kUnsupported.
@@ -100,6 +102,10 @@ Result<std::vector<PackLayer>> BuildPackLayers(LayoutContext& context, const Pac
 // of the pack is open) and layers outside of it (warning).
 Result<void> CheckLayerRange(const LayoutContext& context, const std::pair<uint64_t, uint64_t>& range,
                              std::string_view place);
+
+// One warning when a matrix has another codebook than the config text says (empty = it says nothing).
+void CompareCodebook(const LayoutContext& context, const std::vector<PackLayer>& packs,
+                     std::string_view codebook, std::string_view place);
 
 using LayoutOpener = Result<std::unique_ptr<Layout>> (*)(LayoutContext& context, const PackIndex& index);
 Result<std::unique_ptr<Layout>> OpenStockLayout(LayoutContext& context, const PackIndex& index);

@@ -10,16 +10,22 @@
 namespace espalier {
 namespace {
 
+constexpr std::string_view kGateUpSuh = "r7_shared.gate_up_suh";
+constexpr std::string_view kDownSvh = "r7_shared.down_svh";
+
 class R7Rules : public PackRules {
  public:
   explicit R7Rules(Codebook assumed) : assumed_(assumed) {}
   Codebook assumed_codebook() const override { return assumed_; }
   uint32_t required_slices() const override { return 0; }
   int32_t SharedSuh(const ExpertGroup& group, const ExpertName& name) const override {
-    return name.projection == Projection::kDown ? kNoTensor : Find(group, "r7_shared.gate_up_suh");
+    return name.projection == Projection::kDown ? kNoTensor : Find(group, kGateUpSuh);
   }
   int32_t SharedSvh(const ExpertGroup& group, const ExpertName& name) const override {
-    return name.projection == Projection::kDown ? Find(group, "r7_shared.down_svh") : kNoTensor;
+    return name.projection == Projection::kDown ? Find(group, kDownSvh) : kNoTensor;
+  }
+  bool KnowsShared(std::string_view key, uint32_t) const override {
+    return key == kGateUpSuh || key == kDownSvh;
   }
 
  private:
@@ -65,6 +71,7 @@ Result<std::unique_ptr<Layout>> OpenR7Layout(LayoutContext& context, const PackI
       return tl::unexpected(r.error());
     }
   }
+  if (config) CompareCodebook(context, *layers, config->codebook, "r7_routed_experts.codebook");
   if (config) CompareRates(context, *layers, config->k_values);
   return std::make_unique<PackLayout>("r7", context.shards, context.layers, std::move(*layers));
 }

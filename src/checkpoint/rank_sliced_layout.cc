@@ -37,6 +37,18 @@ class RankSlicedRules : public PackRules {
   int32_t SharedSvh(const ExpertGroup& group, const ExpertName& name) const override {
     return name.projection == Projection::kDown ? Find(group, "down_proj", name, "svh") : kNoTensor;
   }
+  bool KnowsShared(std::string_view key, uint32_t slices) const override {
+    for (const auto& [front, suffix] : {std::pair{"shared_h.gate_proj.rank", ".suh"},
+                                        {"shared_h.up_proj.rank", ".suh"},
+                                        {"shared_h.down_proj.rank", ".svh"}}) {
+      std::string_view rest = key;
+      if (!rest.starts_with(front) || !rest.ends_with(suffix)) continue;
+      rest.remove_prefix(std::string_view(front).size());
+      rest.remove_suffix(std::string_view(suffix).size());
+      return ParseDecimal(rest, slices - 1).has_value();
+    }
+    return false;
+  }
 
  private:
   static int32_t Find(const ExpertGroup& group, std::string_view projection, const ExpertName& name,
@@ -148,6 +160,7 @@ Result<void> CompareWithConfig(const LayoutContext& context, const PackIndex& in
                     "vectors; the tensors are used",
          .layer = {}});
   }
+  CompareCodebook(context, packs, config.codebook, "hybrid_tr3_tail.codebook");
   if (!config.tier_file.empty()) return CheckTierTable(context, packs, config);
   if (config.mixed) {
     return Error(StatusCode::kFormat,

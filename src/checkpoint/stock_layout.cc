@@ -12,6 +12,7 @@ class StockRules : public PackRules {
   uint32_t required_slices() const override { return 0; }
   int32_t SharedSuh(const ExpertGroup&, const ExpertName&) const override { return kNoTensor; }
   int32_t SharedSvh(const ExpertGroup&, const ExpertName&) const override { return kNoTensor; }
+  bool KnowsShared(std::string_view, uint32_t) const override { return false; }
 };
 
 }  // namespace
