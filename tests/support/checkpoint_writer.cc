@@ -13,7 +13,7 @@
 
 #include "base/sha256.h"
 
-namespace espalier::test {
+namespace espalier::testing {
 namespace {
 
 constexpr std::array<const char*, kNumProjections> kProjNames = {"gate_proj", "up_proj", "down_proj"};
@@ -150,10 +150,12 @@ std::vector<NamedTensor> MatrixTensors(const std::string& name, const MatrixMode
   return tensors;
 }
 
-// Every matrix of the model, to state averages in a config.
+// Every matrix of the model but the head, to state averages in a config.
 std::vector<const MatrixModel*> AllMatrices(const CheckpointModel& model) {
   std::vector<const MatrixModel*> all;
-  for (const LinearModel& linear : model.linears) all.push_back(&linear.matrix);
+  for (const LinearModel& linear : model.linears) {
+    if (linear.name != "lm_head") all.push_back(&linear.matrix);
+  }
   for (const LayerModel& layer : model.layers) {
     for (const ExpertModel& expert : layer.experts) {
       for (const auto& slice : expert.slices) {
@@ -182,6 +184,10 @@ Json StockQuantization(const CheckpointModel& model) {
   double weights = 0;
   bool uniform = true;
   const std::vector<const MatrixModel*> all = AllMatrices(model);
+  const MatrixModel* head = nullptr;
+  for (const LinearModel& linear : model.linears) {
+    if (linear.name == "lm_head") head = &linear.matrix;
+  }
   for (const MatrixModel* matrix : all) {
     const double size = static_cast<double>(matrix->in_channels * matrix->out_channels);
     bits += size * matrix->bits;
@@ -192,7 +198,7 @@ Json StockQuantization(const CheckpointModel& model) {
   block["quant_method"] = "exl3";
   block["version"] = "1.4.1";
   block["bits"] = weights > 0 ? std::round(bits / weights * 100) / 100 : 0;
-  block["head_bits"] = 6;
+  block["head_bits"] = head == nullptr ? 6 : head->bits;
   block["calibration"] = {{"rows", 250}, {"cols", 2048}};
   block["out_scales"] = "always";
   if (uniform && !all.empty()) block["codebook"] = CodebookText(all[0]->codebook);
@@ -755,4 +761,4 @@ Result<MatrixModel> ReadSource(const Checkpoint& checkpoint, const MatrixSource&
   return matrix;
 }
 
-}  // namespace espalier::test
+}  // namespace espalier::testing

@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-namespace espalier::test {
+namespace espalier::testing {
 
 using Json = nlohmann::ordered_json;
 using FileMap = std::map<std::string, std::string>;  // file name -> bytes
@@ -90,9 +90,9 @@ struct ModelShape {
   uint64_t intermediate_channels = 256;
   uint32_t slices = 1;
   bool has_gate = true;
-  // Fixed values; drawn per matrix where empty (3inst only when `allow_3inst`).
-  std::optional<int> bits;
-  std::optional<Codebook> codebook;
+  // Fixed values; drawn per matrix where empty.
+  std::optional<int> bits = std::nullopt;
+  std::optional<Codebook> codebook = std::nullopt;
   int min_bits = 1;
   int max_bits = 8;
   bool bits_by_expert = false;    // one K for all matrices of an expert
@@ -182,7 +182,8 @@ struct Exl3V1Options {
   bool per_expert_vectors = false;  // false requires shared_hidden (up may differ from gate)
   uint64_t row_alignment = 4096;
   uint64_t extent_alignment_slots = 4;
-  std::optional<std::vector<uint64_t>> barriers;  // num_slots / 2 where empty and num_slots is even
+  std::optional<std::vector<uint64_t>> barriers =
+      std::nullopt;  // num_slots / 2 where empty and num_slots is even
   bool config = true;
 };
 // REQUIRES: whole experts, one K and mcg everywhere, a gate, no bias.
@@ -207,6 +208,6 @@ class TemporaryDirectory {
 // Reads a matrix (or an extent of it) through the byte ranges of a source into native order.
 Result<MatrixModel> ReadSource(const Checkpoint& checkpoint, const MatrixSource& source);
 
-}  // namespace espalier::test
+}  // namespace espalier::testing
 
 #endif  // ESPALIER_TESTS_SUPPORT_CHECKPOINT_WRITER_H_
