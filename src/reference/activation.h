@@ -59,7 +59,8 @@ Real Activate(const Activation& activation, Real gate, Real up) {
       return beta * std::tanh(gate / beta) * Sigmoid(gate) * value;  // the sigmoid takes the raw gate
     }
     case ActivationKind::kSwigluOai:
-      return (up + 1) * gate * Sigmoid(static_cast<Real>(1.702) * gate);
+      // In this order: (up + 1) * gate may overflow, and infinity times a sigmoid of 0 is NaN.
+      return gate * Sigmoid(static_cast<Real>(1.702) * gate) * (up + 1);
   }
   return up;
 }
