@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/random_experts.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -10,6 +11,7 @@
 
 #include "base/checked.h"
 #include "base/half.h"
+#include "reference/activation.h"
 
 namespace espalier::test {
 namespace {
@@ -125,6 +127,198 @@ PreparedLinear MakeLinear(uint32_t stored_in, uint32_t stored_out, uint32_t in, 
   SlabWriter slab;
   const MatrixDesc desc = AddMatrix(random, slab, stored_in, stored_out, format);
   return Require(PreparedLinear::Create(desc, in, out, slab.Take(), "random linear"));
+}
+
+MoeCall RandomCall(const PreparedExperts& experts, uint64_t num_tokens, uint32_t top_k, uint64_t seed) {
+  Random random(seed);
+  MoeCall call;
+  call.num_tokens = num_tokens;
+  call.top_k = top_k;
+  call.x.resize(num_tokens * experts.geometry().hidden_channels);
+  call.ids.resize(num_tokens * top_k);
+  call.weights.resize(num_tokens * top_k);
+  for (double& value : call.x) value = random.Normal();
+  for (int64_t& id : call.ids) id = static_cast<int64_t>(random.Below(experts.geometry().experts + 1)) - 1;
+  for (float& weight : call.weights) weight = static_cast<float>(random.Normal());
+  return call;
+}
+
+namespace {
+
+constexpr std::byte kPoison{0xFF};  // NaN in every float type, -1 in every integer
+constexpr size_t kGuardBytes = 256;
+
+void Encode(Dtype dtype, double value, std::byte* target) {
+  const auto put = [target](auto element) { std::memcpy(target, &element, sizeof(element)); };
+  if (dtype == Dtype::kF64) put(value);
+  if (dtype == Dtype::kF32) put(static_cast<float>(value));
+  if (dtype == Dtype::kF16) put(DoubleToFp16(value));
+  if (dtype == Dtype::kBF16) put(DoubleToBf16(value));
+}
+
+double Decode(Dtype dtype, const std::byte* source) {
+  const auto get = [source](auto element) {
+    std::memcpy(&element, source, sizeof(element));
+    return element;
+  };
+  if (dtype == Dtype::kF64) return get(double{});
+  if (dtype == Dtype::kF32) return double{get(float{})};
+  const uint16_t bits = get(uint16_t{});
+  return dtype == Dtype::kF16 ? double{Fp16ToFloat(bits)} : double{Bf16ToFloat(bits)};
+}
+
+// Rows with padding between them and a guard behind the last; all of it poisoned to begin with.
+class Rows {
+ public:
+  Rows(uint64_t num_rows, uint64_t row_elements, uint64_t padding, uint64_t element_bytes)
+      : num_rows_(num_rows),
+        row_bytes_(row_elements * element_bytes),
+        stride_bytes_((row_elements + padding) * element_bytes),
+        element_bytes_(element_bytes),
+        storage_(num_rows * stride_bytes_ + kGuardBytes, kPoison) {}
+
+  std::byte* data() { return storage_.data(); }
+  uint64_t stride() const { return stride_bytes_ / element_bytes_; }
+  std::byte* At(uint64_t element) {
+    const uint64_t per_row = row_bytes_ / element_bytes_;
+    return storage_.data() + element / per_row * stride_bytes_ + element % per_row * element_bytes_;
+  }
+  void CheckGaps() const {
+    for (uint64_t i = 0; i < storage_.size(); ++i) {
+      const bool inside = i / stride_bytes_ < num_rows_ && i % stride_bytes_ < row_bytes_;
+      if (!inside && storage_[i] != kPoison) throw std::runtime_error("written outside the rows of y");
+    }
+  }
+
+ private:
+  uint64_t num_rows_;
+  uint64_t row_bytes_;
+  uint64_t stride_bytes_;
+  uint64_t element_bytes_;
+  std::vector<std::byte> storage_;
+};
+
+MoePlanOptions PlanOptions(const MoeCall& call, const std::string& executor) {
+  return {.max_tokens = call.max_tokens != 0 ? call.max_tokens : call.num_tokens,
+          .top_k = call.top_k,
+          .id_type = call.id_type,
+          .input = call.input,
+          .output = call.output,
+          .checked_ids = call.checked_ids,
+          .executor = executor,
+          .num_threads = call.num_threads};
+}
+
+uint64_t BytesOf(Dtype dtype) { return static_cast<uint64_t>(DtypeBits(dtype)) / 8; }
+
+}  // namespace
+
+Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call,
+                             const std::string& executor) {
+  const Result<MoePlan> plan = MoePlan::Create(experts, PlanOptions(call, executor));
+  if (!plan) return tl::unexpected(plan.error());
+  const uint64_t hidden = experts.geometry().hidden_channels;
+  const bool wide_ids = call.id_type == IdType::kInt64;
+  Rows x(call.num_tokens, hidden, call.stride_padding, BytesOf(call.input));
+  Rows y(call.num_tokens, hidden, call.stride_padding, BytesOf(call.output));
+  Rows ids(call.num_tokens, call.top_k, call.stride_padding, wide_ids ? 8 : 4);
+  Rows weights(call.num_tokens, call.top_k, call.stride_padding, sizeof(float));
+  for (uint64_t i = 0; i < call.x.size(); ++i) Encode(call.input, call.x[i], x.At(i));
+  for (uint64_t i = 0; i < call.ids.size(); ++i) {
+    std::memcpy(ids.At(i), &call.ids[i], wide_ids ? 8 : 4);
+    std::memcpy(weights.At(i), &call.weights[i], sizeof(float));
+  }
+  for (uint64_t i = 0; i < call.y.size(); ++i) Encode(call.output, call.y[i], y.At(i));
+
+  HostBuffer workspace = Require(HostBuffer::Create(plan->workspace_bytes() + kGuardBytes));
+  std::memset(workspace.data(), static_cast<int>(kPoison), workspace.size_bytes());
+  const MoeArgs args = {.num_tokens = call.num_tokens,
+                        .x = x.data(),
+                        .x_row_stride = x.stride(),
+                        .topk_ids = ids.data(),
+                        .topk_ids_row_stride = ids.stride(),
+                        .topk_weights = reinterpret_cast<const float*>(weights.data()),
+                        .topk_weights_row_stride = weights.stride(),
+                        .expert_map = call.expert_map.empty() ? nullptr : call.expert_map.data(),
+                        .expert_map_size = static_cast<uint32_t>(call.expert_map.size()),
+                        .y = y.data(),
+                        .y_row_stride = y.stride(),
+                        .accumulate = call.accumulate,
+                        .workspace = workspace.data(),
+                        .workspace_bytes = plan->workspace_bytes()};
+  const Result<void> run = RunMoe(*plan, experts, args);
+  if (!run) return tl::unexpected(run.error());
+  y.CheckGaps();
+  for (uint64_t i = plan->workspace_bytes(); i < workspace.size_bytes(); ++i) {
+    if (workspace.data()[i] != kPoison) throw std::runtime_error("written behind the workspace");
+  }
+  MoeOutput output;
+  for (uint64_t i = 0; i < call.num_tokens * hidden; ++i) {
+    output.bytes.insert(output.bytes.end(), y.At(i), y.At(i) + BytesOf(call.output));
+    output.values.push_back(Decode(call.output, y.At(i)));
+  }
+  return output;
+}
+
+MoeOutput RunCall(const PreparedExperts& experts, const MoeCall& call, const std::string& executor) {
+  return Require(TryRunCall(experts, call, executor));
+}
+
+PreparedLinear LinearOf(const PreparedExperts& experts, const MatrixDesc& matrix) {
+  HostBuffer slab = Require(HostBuffer::Create(experts.slab_bytes()));
+  std::memcpy(slab.data(), experts.slab(), experts.slab_bytes());
+  return Require(PreparedLinear::Create(matrix, 0, 0, std::move(slab), experts.identity()));
+}
+
+namespace {
+
+// x W + bias with W as decoded.
+std::vector<double> DenseProduct(const PreparedExperts& experts, const MatrixDesc& matrix,
+                                 const std::vector<double>& x) {
+  const std::vector<float> weights = Require(DecodeMatrix(LinearOf(experts, matrix), false));
+  const uint64_t out = matrix.out_channels;
+  std::vector<double> y(out);
+  for (uint64_t i = 0; i < x.size(); ++i) {
+    for (uint64_t c = 0; c < out; ++c) y[c] += x[i] * double{weights[i * out + c]};
+  }
+  if (matrix.bias_offset_bytes == kAbsentOffset) return y;
+  const uint16_t* bias = reinterpret_cast<const uint16_t*>(experts.slab() + matrix.bias_offset_bytes);
+  for (uint64_t c = 0; c < out; ++c) y[c] += double{Fp16ToFloat(bias[c])};
+  return y;
+}
+
+}  // namespace
+
+std::vector<double> RunDense(const PreparedExperts& experts, const MoeCall& call) {
+  const MoeGeometry& geometry = experts.geometry();
+  const uint64_t hidden = geometry.hidden_channels;
+  std::vector<double> y(call.num_tokens * hidden);
+  for (uint64_t token = 0; token < call.num_tokens; ++token) {
+    std::vector<double> x(call.x.begin() + static_cast<ptrdiff_t>(token * hidden),
+                          call.x.begin() + static_cast<ptrdiff_t>((token + 1) * hidden));
+    for (double& value : x) {
+      std::byte encoded[sizeof(double)] = {};
+      Encode(call.input, value, encoded);
+      value = Decode(call.input, encoded);
+    }
+    for (uint32_t j = 0; j < call.top_k; ++j) {
+      int64_t id = call.ids[token * call.top_k + j];
+      if (id >= 0 && !call.expert_map.empty()) id = call.expert_map.at(static_cast<size_t>(id));
+      if (id < 0) continue;
+      const double weight = double{call.weights[token * call.top_k + j]} * geometry.output_scale;
+      for (const SegmentDesc& segment : experts.ExpertSegments(static_cast<uint32_t>(id))) {
+        std::vector<double> h = DenseProduct(experts, segment.up(), x);
+        std::vector<double> gate(h.size());
+        if (segment.gate().present()) gate = DenseProduct(experts, segment.gate(), x);
+        for (size_t i = 0; i < h.size(); ++i) {
+          h[i] = i < segment.valid_intermediate_channels ? Activate(geometry.activation, gate[i], h[i]) : 0;
+        }
+        const std::vector<double> output = DenseProduct(experts, segment.down(), h);
+        for (uint64_t i = 0; i < hidden; ++i) y[token * hidden + i] += weight * output[i];
+      }
+    }
+  }
+  return y;
 }
 
 Difference Compare(std::span<const double> expected, std::span<const double> actual) {

@@ -5,13 +5,13 @@
 #ifndef ESPALIER_TESTS_SUPPORT_RANDOM_EXPERTS_H_
 #define ESPALIER_TESTS_SUPPORT_RANDOM_EXPERTS_H_
 
-#include <espalier/experts.h>
+#include <espalier/moe.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace espalier::test {
@@ -60,11 +60,11 @@ struct ExpertsSpec {
   uint32_t experts = 1;
   uint32_t hidden_channels = 128;
   uint32_t stored_hidden_channels = 0;  // 0 = hidden_channels
-  Activation activation;
+  Activation activation = {};
   double output_scale = 1;
   std::vector<SegmentSpec> segments = {SegmentSpec{}};
   // Format of one matrix; empty = MatrixFormat{}.
-  std::function<MatrixFormat(uint32_t expert, Projection projection)> format;
+  std::function<MatrixFormat(uint32_t expert, Projection projection)> format = {};
   bool shared_input_vector = false;  // gate and up use one suh
   uint64_t seed = 1;
 };
@@ -77,6 +77,48 @@ PreparedExperts TakeExperts(const PreparedExperts& whole, uint32_t first, uint32
 
 PreparedLinear MakeLinear(uint32_t stored_in, uint32_t stored_out, uint32_t in, uint32_t out,
                           const MatrixFormat& format, uint64_t seed);
+
+// One call of RunMoe in plain vectors.
+struct MoeCall {
+  uint64_t num_tokens = 1;
+  uint32_t top_k = 1;
+  IdType id_type = IdType::kInt64;
+  Dtype input = Dtype::kF32;
+  Dtype output = Dtype::kF32;
+  int num_threads = 1;
+  bool checked_ids = false;
+  bool accumulate = false;
+  uint64_t stride_padding = 0;  // elements added to every row stride, filled with garbage
+  uint64_t max_tokens = 0;      // capacity of the plan; 0 = num_tokens
+  std::vector<double> x;        // [num_tokens][hidden], rounded to the input type
+  std::vector<int64_t> ids;     // [num_tokens][top_k]
+  std::vector<float> weights;
+  std::vector<int32_t> expert_map;  // empty = none
+  std::vector<double> y;            // before an accumulating call
+};
+
+// Normal x, ids from [-1, experts), normal weights.
+MoeCall RandomCall(const PreparedExperts& experts, uint64_t num_tokens, uint32_t top_k, uint64_t seed);
+
+struct MoeOutput {
+  std::vector<std::byte> bytes;  // [num_tokens][hidden] of the output type, without padding
+  std::vector<double> values;    // the same
+};
+
+// Runs on poisoned workspace and (unless accumulating) poisoned output. Throws when a byte outside the
+// rows of y or behind the workspace was written.
+Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call,
+                             const std::string& executor);
+
+// The same; throws on an error.
+MoeOutput RunCall(const PreparedExperts& experts, const MoeCall& call, const std::string& executor);
+
+// The same function of the decoded matrices, without rotations or tiles: an independent way to the same
+// numbers, exact to the rounding of DecodeMatrix (6e-8 of a weight).
+std::vector<double> RunDense(const PreparedExperts& experts, const MoeCall& call);
+
+// One matrix of a package on its own.
+PreparedLinear LinearOf(const PreparedExperts& experts, const MatrixDesc& matrix);
 
 // Relative L2 error and cosine over all elements; elements that are NaN on both sides are left out, NaN
 // on one side gives an infinite error.
