@@ -79,7 +79,7 @@ struct MoeGeometry {
   uint32_t experts = 0;                 // local experts of this package
   uint32_t hidden_channels = 0;         // of x and y, as the model sees them
   uint32_t stored_hidden_channels = 0;  // of the matrices; a multiple of 128, >= hidden_channels
-  Activation activation;
+  Activation activation = {};
   double output_scale = 1;  // y is multiplied by it
 
   friend bool operator==(const MoeGeometry&, const MoeGeometry&) = default;
@@ -142,13 +142,13 @@ class PreparedLinear {
 
 struct LoadOptions {
   // Behaviour.
-  std::optional<Activation> activation;  // overrides the config; without either SiLU is assumed
+  std::optional<Activation> activation = {};  // overrides the config; without either SiLU is assumed
   double output_scale = 1;
   // Widths of a linear as the model sees them, 0 = as stored. LoadLinear only.
   uint32_t in_channels = 0;
   uint32_t out_channels = 0;
   // Called from one thread at a time with bytes read so far and in all; may be empty.
-  std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress;
+  std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
 };
 
 // Reads one whole layer into one slab. `layer` is a position in checkpoint.layers(). Checks the marker

@@ -40,7 +40,7 @@ struct MoePlanOptions {
   // Behaviour. With checked_ids an id outside [0, experts) other than -1 makes the run fail with
   // kGeometry before anything is written; otherwise it contributes nothing.
   bool checked_ids = false;
-  std::string executor;  // backend name; empty = the best one that supports the package
+  std::string executor = {};  // backend name; empty = the best one that supports the package
   CpuMode mode = CpuMode::kExact;
 
   // Performance. 0 = all cores. Results do not depend on it.
@@ -103,7 +103,7 @@ struct LinearPlanOptions {
   uint64_t max_tokens = 4096;
   Dtype input = Dtype::kF32;
   Dtype output = Dtype::kF32;
-  std::string executor;
+  std::string executor = {};
   CpuMode mode = CpuMode::kExact;
   int num_threads = 0;
 };
