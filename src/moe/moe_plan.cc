@@ -15,7 +15,10 @@ constexpr int kMaxThreads = 4096;
 // The forced backend, or the best one that supports the package; then its refusal is an error.
 template <typename Package, typename Options>
 Result<const Backend*> ChooseBackend(const Package& package, const Options& options) {
-  const std::string_view name = ForcedBackendName(options.executor);
+  std::string_view name = ForcedBackendName(options.executor);
+  // A mode other than the default asks for the cpu executor: another in its place would be a silent
+  // fallback.
+  if (name.empty() && options.mode != CpuMode::kExact) name = CpuBackend().name();
   const Backend* chosen = nullptr;
   if (!name.empty()) {
     const Result<const Backend*> forced = BackendByName(name);
