@@ -11,68 +11,26 @@
 #include <string>
 #include <vector>
 
-#include "base/file.h"
 #include "base/half.h"
 #include "base/sha256.h"
-#include "checkpoint/safetensors.h"
 #include "reference/activation.h"
 #include "reference/codebook.h"
 #include "reference/hadamard.h"
 #include "reference/trellis.h"
 #include "support/random_experts.h"
+#include "support/tensor_file.h"
 
 namespace espalier {
 namespace {
 
 using test::Compare;
 using test::SlabWriter;
+using test::TensorFile;
 
-// Every tensor of the golden file, by name.
-class GoldenTensors {
- public:
-  GoldenTensors() {
-    const std::string path = std::string(ESPALIER_TEST_DATA) + "/golden/golden.safetensors";
-    Result<std::unique_ptr<File>> file = PosixFileSystem().Open(path);
-    if (!file) throw std::runtime_error(file.error().message());
-    file_ = *std::move(file);
-    Result<SafetensorsHeader> header = ReadSafetensorsHeader(*file_);
-    if (!header) throw std::runtime_error(header.error().message());
-    for (const TensorInfo& tensor : header->tensors) tensors_.emplace(tensor.name, tensor);
-  }
+const std::string kGolden = std::string(ESPALIER_TEST_DATA) + "/golden/";
 
-  const TensorInfo& Info(const std::string& name) const {
-    const auto found = tensors_.find(name);
-    if (found == tensors_.end()) throw std::runtime_error(name + " is not there");
-    return found->second;
-  }
-  bool Has(const std::string& name) const { return tensors_.contains(name); }
-  const std::map<std::string, TensorInfo>& tensors() const { return tensors_; }
-
-  template <typename T>
-  std::vector<T> Read(const std::string& name) const {
-    const TensorInfo& info = Info(name);
-    if (static_cast<size_t>(DtypeBits(info.dtype)) != 8 * sizeof(T))
-      throw std::runtime_error(name + ": element size");
-    std::vector<T> values(info.size_bytes / sizeof(T));
-    const Result<void> read = file_->ReadAt(info.offset_bytes, std::as_writable_bytes(std::span(values)));
-    if (!read) throw std::runtime_error(read.error().message());
-    return values;
-  }
-
-  // An F16 tensor as floats.
-  std::vector<float> ReadHalves(const std::string& name) const {
-    std::vector<float> values;
-    for (const uint16_t bits : Read<uint16_t>(name)) values.push_back(Fp16ToFloat(bits));
-    return values;
-  }
-
- private:
-  std::unique_ptr<File> file_;
-  std::map<std::string, TensorInfo> tensors_;
-};
-
-const GoldenTensors& Golden() {
-  static const GoldenTensors golden;
+const TensorFile& Golden() {
+  static const TensorFile golden(kGolden + "golden.safetensors");
   return golden;
 }
 
@@ -340,44 +298,72 @@ PreparedExperts GoldenExperts() {
   return PreparedExperts::Create(geometry, segments, slab.Take(), "golden").value();
 }
 
-TEST(MoeGolden, UniformLayerAgrees) {
-  const PreparedExperts experts = GoldenExperts();
-  const std::vector<uint16_t> x = Golden().Read<uint16_t>("moe.x");
-  const std::vector<int64_t> ids = Golden().Read<int64_t>("moe.topk_ids");
-  const std::vector<float> weights = Golden().ReadHalves("moe.topk_weights");
-  const std::vector<double> expected = Golden().Read<double>("moe.uni3.y_f64");
-  const auto run = [&](const std::string& executor, Dtype output, void* y) {
-    const MoePlan plan = MoePlan::Create(experts, {.max_tokens = 5,
-                                                   .top_k = 3,
-                                                   .id_type = IdType::kInt64,
-                                                   .input = Dtype::kF16,
-                                                   .output = output,
-                                                   .checked_ids = true,
-                                                   .executor = executor})
-                             .value();
-    HostBuffer workspace = Workspace(plan.workspace_bytes());
-    const Result<void> result = RunMoe(plan, experts,
-                                       {.num_tokens = 5,
-                                        .x = x.data(),
-                                        .x_row_stride = 256,
-                                        .topk_ids = ids.data(),
-                                        .topk_ids_row_stride = 3,
-                                        .topk_weights = weights.data(),
-                                        .topk_weights_row_stride = 3,
-                                        .y = y,
-                                        .y_row_stride = 256,
-                                        .workspace = workspace.data(),
-                                        .workspace_bytes = workspace.size_bytes()});
-    ASSERT_TRUE(result) << result.error().message();
-  };
-  std::vector<double> exact(expected.size());
-  run("reference", Dtype::kF64, exact.data());
-  EXPECT_LE(Compare(expected, exact).rel_l2, 1e-12);
-  std::vector<float> floats(expected.size());
-  run("cpu", Dtype::kF32, floats.data());
-  const test::Difference cpu = Compare(expected, Doubles(floats));
+struct GoldenRoutes {
+  std::vector<uint16_t> x;  // fp16
+  std::vector<int64_t> ids;
+  std::vector<float> weights;
+  uint32_t top_k;
+};
+
+std::vector<double> RunGoldenExperts(const PreparedExperts& experts, const GoldenRoutes& routes,
+                                     const std::string& executor, Dtype output) {
+  const uint64_t hidden = experts.geometry().hidden_channels;
+  const uint64_t tokens = routes.x.size() / hidden;
+  const MoePlan plan = MoePlan::Create(experts, {.max_tokens = tokens,
+                                                 .top_k = routes.top_k,
+                                                 .id_type = IdType::kInt64,
+                                                 .input = Dtype::kF16,
+                                                 .output = output,
+                                                 .checked_ids = true,
+                                                 .executor = executor})
+                           .value();
+  HostBuffer workspace = Workspace(plan.workspace_bytes());
+  std::vector<double> doubles(routes.x.size());
+  std::vector<float> floats(routes.x.size());
+  const bool wide = output == Dtype::kF64;
+  const Result<void> run = RunMoe(plan, experts,
+                                  {.num_tokens = tokens,
+                                   .x = routes.x.data(),
+                                   .x_row_stride = hidden,
+                                   .topk_ids = routes.ids.data(),
+                                   .topk_ids_row_stride = routes.top_k,
+                                   .topk_weights = routes.weights.data(),
+                                   .topk_weights_row_stride = routes.top_k,
+                                   .y = wide ? static_cast<void*>(doubles.data()) : floats.data(),
+                                   .y_row_stride = hidden,
+                                   .workspace = workspace.data(),
+                                   .workspace_bytes = workspace.size_bytes()});
+  if (!run) throw std::runtime_error(run.error().message());
+  return wide ? doubles : Doubles(floats);
+}
+
+void ExpectGoldenExperts(const PreparedExperts& experts, const GoldenRoutes& routes,
+                         const std::vector<double>& expected) {
+  EXPECT_LE(Compare(expected, RunGoldenExperts(experts, routes, "reference", Dtype::kF64)).rel_l2, 1e-12);
+  const test::Difference cpu = Compare(expected, RunGoldenExperts(experts, routes, "cpu", Dtype::kF32));
   EXPECT_LE(cpu.rel_l2, 2e-6);
   EXPECT_GE(cpu.cosine, 1 - 1e-12);
+}
+
+TEST(MoeGolden, UniformLayerAgrees) {
+  const GoldenRoutes routes = {.x = Golden().Read<uint16_t>("moe.x"),
+                               .ids = Golden().Read<int64_t>("moe.topk_ids"),
+                               .weights = Golden().ReadHalves("moe.topk_weights"),
+                               .top_k = 3};
+  ExpectGoldenExperts(GoldenExperts(), routes, Golden().Read<double>("moe.uni3.y_f64"));
+}
+
+// Layer 0 of the bundled model, with mixed rates.
+TEST(MoeGolden, BundledModelAgrees) {
+  const TensorFile golden(kGolden + "model_golden.safetensors");
+  const Checkpoint checkpoint = Checkpoint::Open(ESPALIER_BUNDLED_CHECKPOINT).value();
+  const Result<PreparedExperts> experts = LoadExperts(checkpoint, checkpoint.FindLayer("0").value());
+  ASSERT_TRUE(experts) << experts.error().message();
+  const GoldenRoutes routes = {.x = golden.Read<uint16_t>("l0.mixed.moe_in_f16"),
+                               .ids = golden.Read<int64_t>("l0.mixed.topk_ids"),
+                               .weights = golden.ReadHalves("l0.mixed.topk_weights_f16"),
+                               .top_k = 4};
+  ExpectGoldenExperts(*experts, routes, golden.Read<double>("l0.mixed.moe_out_f64"));
 }
 
 // The generator of the worked examples: docs/format.md, appendix C.
