@@ -72,10 +72,11 @@ void PrintProblems(Output& output, std::span<const Problem> problems) {
   output.Print("problems       {}\n", problems.size());
   for (size_t i = 0; i < std::min(ordered.size(), kMaxProblemLines); ++i) {
     const Problem& problem = *ordered[i];
-    std::string place = problem.file;
-    if (!problem.tensor.empty()) place += (place.empty() ? "" : ": ") + problem.tensor;
-    output.Print("  {:<8} {}{}{}\n", problem.severity == Problem::Severity::kError ? "error" : "warning",
-                 place, place.empty() ? "" : ": ", problem.message);
+    // Messages about a config name it themselves.
+    std::string text = problem.message;
+    if (!problem.tensor.empty()) text = problem.tensor + ": " + text;
+    if (!problem.file.empty() && !text.starts_with(problem.file)) text = problem.file + ": " + text;
+    output.Print("  {:<8} {}\n", problem.severity == Problem::Severity::kError ? "error" : "warning", text);
   }
   if (ordered.size() > kMaxProblemLines) {
     output.Print("  and {} more (--json lists all)\n", ordered.size() - kMaxProblemLines);

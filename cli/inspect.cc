@@ -339,18 +339,20 @@ void PrintHistogram(const Summary& summary, Output& output) {
       const uint64_t cells = (counts[bits] * kBarCharacters + largest - 1) / largest;
       line += fmt::format("{:<26}", fmt::format("{} {}", std::string(cells, '#'), counts[bits]));
     }
+    line.erase(line.find_last_not_of(' ') + 1);
     if (any) output.Print("  K{}        {}\n", bits, line);
   }
 }
 
-// Neighbours that look alike share a line.
+// Where there are many layers, neighbours that look alike share a line.
 void PrintLayers(const Summary& summary, Output& output) {
   output.Print("\n{:<10}  {:<16}  {:<16}  {:<16}  {:>11}  {:>11}  {:>11}\n", "layer", "gate", "up", "down",
                "codes", "vectors", "bits/weight");
+  const bool many = summary.layers.size() > kMaxLayerLines;
   size_t lines = 0;
   for (size_t begin = 0; begin < summary.layers.size();) {
     size_t end = begin + 1;
-    while (end < summary.layers.size() && summary.layers[end].LooksLike(summary.layers[begin])) ++end;
+    while (many && end < summary.layers.size() && summary.layers[end].LooksLike(summary.layers[begin])) ++end;
     if (lines == kMaxLayerLines) {
       output.Print("and {} more layers (--layer L or --json shows them)\n", summary.layers.size() - begin);
       return;
