@@ -60,10 +60,15 @@ Result<ModelShape> ParseConfig(const json& config) {
   }
   ModelShape shape{};
   const std::pair<const char*, size_t*> sizes[] = {
-      {"hidden_size", &shape.hidden},  {"num_hidden_layers", &shape.layers},
-      {"head_dim", &shape.head_dim},   {"num_attention_heads", &shape.heads},
-      {"vocab_size", &shape.vocab},    {"num_key_value_heads", &shape.kv_heads},
-      {"num_experts", &shape.experts}, {"num_experts_per_tok", &shape.top_k},
+      {"hidden_size", &shape.hidden},
+      {"num_hidden_layers", &shape.layers},
+      {"head_dim", &shape.head_dim},
+      {"num_attention_heads", &shape.heads},
+      {"vocab_size", &shape.vocab},
+      {"num_key_value_heads", &shape.kv_heads},
+      {"num_experts", &shape.experts},
+      {"num_experts_per_tok", &shape.top_k},
+      {"max_position_embeddings", &shape.max_positions},
   };
   for (const auto& [key, size] : sizes) {
     const json& found = config.at(key);
@@ -122,6 +127,11 @@ Result<Model> Model::Load(const std::filesystem::path& directory, const ModelOpt
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<ModelShape> shape = ReadConfig(directory / "config.json");
   if (!shape) return tl::unexpected(shape.error());
+  if (options.context_tokens == 0 || options.context_tokens > shape->max_positions) {
+    return Error(StatusCode::kCapacity, "a context of " + std::to_string(options.context_tokens) +
+                                            " tokens; the model takes 1 to " +
+                                            std::to_string(shape->max_positions));
+  }
   Model model;
   model.shape_ = *shape;
   model.context_tokens_ = options.context_tokens;

@@ -20,12 +20,12 @@ namespace tiny_lm {
 
 struct ModelOptions {
   std::string executor;         // "cpu", "reference"; empty = the best one
-  size_t context_tokens = 256;  // tokens that the key-value cache holds
+  size_t context_tokens = 256;  // that the key-value cache holds; at most max_position_embeddings
 };
 
 // From config.json, under its names.
 struct ModelShape {
-  size_t hidden, layers, heads, kv_heads, head_dim, vocab, experts, top_k;
+  size_t hidden, layers, heads, kv_heads, head_dim, vocab, experts, top_k, max_positions;
   float norm_eps;
   double rope_theta;
   int32_t eos_token;  // -1 = none
@@ -34,7 +34,8 @@ struct ModelShape {
 // Not safe for use from several threads: it owns one cache and one workspace.
 class Model {
  public:
-  // Reads the whole checkpoint. Errors: those of the library; kUnsupported for another architecture.
+  // Reads the whole checkpoint. Errors: those of the library; kUnsupported for another architecture,
+  // kCapacity for a context longer than the model's.
   static espalier::Result<Model> Load(const std::filesystem::path& directory, const ModelOptions& options);
 
   // Appends tokens to the context and returns their logits [tokens, vocab], valid until the next call.

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <system_error>
 
 namespace tiny_lm {
 namespace {
@@ -127,8 +128,11 @@ Result<void> CheckKind(const json& root) {
 
 Result<std::string> ReadFile(const std::filesystem::path& path) {
   std::ifstream in(path, std::ios::binary);
-  std::string text(std::istreambuf_iterator<char>(in), {});
-  if (!in.is_open() || in.bad()) return Error(StatusCode::kIo, path.string() + ": cannot be read");
+  std::string text;
+  std::error_code ignored;  // a directory can be opened, and reading it throws
+  const bool readable = in.is_open() && !std::filesystem::is_directory(path, ignored);
+  if (readable) text.assign(std::istreambuf_iterator<char>(in), {});
+  if (!readable || in.bad()) return Error(StatusCode::kIo, path.string() + ": cannot be read");
   return text;
 }
 
