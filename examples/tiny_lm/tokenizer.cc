@@ -2,16 +2,15 @@
 #include "tokenizer.h"
 
 #include <algorithm>
-#include <fstream>
 #include <iterator>
 #include <limits>
-#include <system_error>
+#include <nlohmann/json.hpp>
+
+#include "failure.h"
 
 namespace tiny_lm {
 namespace {
 
-using espalier::Error;
-using espalier::Result;
 using espalier::StatusCode;
 using nlohmann::json;
 
@@ -110,100 +109,54 @@ uint64_t PairKey(int32_t left, int32_t right) {
   return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right);
 }
 
-// Refuses what would make other tokens than this reader does.
-Result<void> CheckKind(const json& root) {
-  const json& model = root.at("model");
-  const json& splitter = root.at("pre_tokenizer");
-  const bool plain = root.value("normalizer", json()).is_null() && model.at("type") == "BPE" &&
-                     !model.value("ignore_merges", false) && !model.value("byte_fallback", false) &&
-                     splitter.at("type") == "ByteLevel" && splitter.value("use_regex", true) &&
-                     !splitter.value("add_prefix_space", true);
-  if (plain) return {};
-  return Error(StatusCode::kUnsupported,
-               "this example reads a BPE model without normalizer, ignore_merges and byte_fallback, behind a "
-               "ByteLevel pre_tokenizer with use_regex and without add_prefix_space");
-}
-
 }  // namespace
 
-Result<std::string> ReadFile(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  std::string text;
-  std::error_code ignored;  // a directory can be opened, and reading it throws
-  const bool readable = in.is_open() && !std::filesystem::is_directory(path, ignored);
-  if (readable) text.assign(std::istreambuf_iterator<char>(in), {});
-  if (!readable || in.bad()) return Error(StatusCode::kIo, path.string() + ": cannot be read");
-  return text;
+Tokenizer::Tokenizer(const std::filesystem::path& path) {
+  ReadJson(path, [this](const json& root) { Parse(root); });
 }
 
-Result<json> ReadJson(const std::filesystem::path& path) {
-  const Result<std::string> text = ReadFile(path);
-  if (!text) return tl::unexpected(text.error());
-  try {
-    return json::parse(*text);
-  } catch (const json::exception& e) {
-    return Error(StatusCode::kFormat, path.string() + ": " + e.what());
+void Tokenizer::Parse(const json& root) {
+  const json& model = root.at("model");
+  const json& splitter = root.at("pre_tokenizer");
+  if (!root.value("normalizer", json()).is_null() || model.at("type") != "BPE" ||
+      model.value("ignore_merges", false) || model.value("byte_fallback", false) ||
+      splitter.at("type") != "ByteLevel" || !splitter.value("use_regex", true) ||
+      splitter.value("add_prefix_space", true)) {
+    throw Failure(StatusCode::kUnsupported,
+                  "this example reads a BPE model without normalizer, ignore_merges and byte_fallback, "
+                  "behind a ByteLevel pre_tokenizer with use_regex, without add_prefix_space");
   }
-}
-
-Result<Tokenizer> Tokenizer::FromFile(const std::filesystem::path& path) {
-  const Result<json> root = ReadJson(path);
-  if (!root) return tl::unexpected(root.error());
-  Tokenizer tokenizer;
-  Result<void> parsed;
-  try {
-    parsed = tokenizer.Parse(*root);
-  } catch (const json::exception& e) {  // a key that is missing or of another type
-    parsed = Error(StatusCode::kFormat, e.what());
-  }
-  if (!parsed) return Error(parsed.error().code(), path.string() + ": " + parsed.error().message());
-  return tokenizer;
-}
-
-Result<void> Tokenizer::Parse(const json& root) {
-  if (Result<void> known = CheckKind(root); !known) return known;
   std::unordered_map<std::string, int32_t> vocab;  // by raw bytes
-  for (const auto& [spelling, json_id] : root.at("model").at("vocab").items()) {
-    const std::string bytes = RawBytes(spelling);
-    const Result<int32_t> id = AddToken(json_id, bytes);
-    if (!id) return tl::unexpected(id.error());
-    vocab[bytes] = *id;
+  for (const auto& [spelling, id] : model.at("vocab").items()) {
+    std::string bytes = RawBytes(spelling);
+    vocab[bytes] = AddToken(id, bytes);
   }
+  const auto id_of = [&vocab](const std::string& bytes, const json& user) {
+    const auto found = vocab.find(bytes);
+    if (found == vocab.end())
+      throw Failure(StatusCode::kFormat, "model.vocab lacks a token of " + user.dump());
+    return found->second;
+  };
   for (size_t byte = 0; byte < byte_ids_.size(); ++byte) {
-    const auto found = vocab.find(std::string(1, static_cast<char>(byte)));
-    if (found == vocab.end()) {
-      return Error(StatusCode::kFormat, "model.vocab: no token for byte " + std::to_string(byte));
-    }
-    byte_ids_[byte] = found->second;
+    byte_ids_[byte] = id_of(std::string(1, static_cast<char>(byte)), "byte " + std::to_string(byte));
   }
   uint32_t rank = 0;
-  for (const json& merge : root.at("model").at("merges")) {
-    const auto [left, right] = merge.get<std::pair<std::string, std::string>>();
-    int32_t ids[3];
-    size_t known = 0;
-    for (const std::string& token : {RawBytes(left), RawBytes(right), RawBytes(left) + RawBytes(right)}) {
-      const auto found = vocab.find(token);
-      if (found != vocab.end()) ids[known++] = found->second;
-    }
-    if (known < 3) {
-      return Error(StatusCode::kFormat, "model.vocab lacks a token of the merge " + merge.dump());
-    }
-    merges_.emplace(PairKey(ids[0], ids[1]), Merge{rank++, ids[2]});
+  for (const json& merge : model.at("merges")) {
+    const std::string left = RawBytes(merge.at(0)), right = RawBytes(merge.at(1));
+    merges_.emplace(PairKey(id_of(left, merge), id_of(right, merge)),
+                    Merge{rank++, id_of(left + right, merge)});
   }
   for (const json& token : root.value("added_tokens", json::array())) {
     const std::string content = token.at("content").get<std::string>();
-    if (content.empty()) return Error(StatusCode::kFormat, "added_tokens: a token without content");
-    const Result<int32_t> id = AddToken(token.at("id"), content);
-    if (!id) return tl::unexpected(id.error());
-    added_.emplace_back(content, *id);
+    if (content.empty()) throw Failure(StatusCode::kFormat, "added_tokens: a token without content");
+    added_.emplace_back(content, AddToken(token.at("id"), content));
   }
-  return {};
 }
 
-Result<int32_t> Tokenizer::AddToken(const json& id, std::string bytes) {
+int32_t Tokenizer::AddToken(const json& id, std::string bytes) {
   if (!id.is_number_unsigned() || id.get<uint64_t>() >= kMaxVocab) {
-    return Error(StatusCode::kFormat,
-                 "token id " + id.dump() + ": must be an integer below " + std::to_string(kMaxVocab));
+    throw Failure(StatusCode::kFormat,
+                  "token id " + id.dump() + ": must be an integer below " + std::to_string(kMaxVocab));
   }
   const size_t index = id.get<size_t>();
   if (index >= tokens_.size()) tokens_.resize(index + 1);

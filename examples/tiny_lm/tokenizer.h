@@ -4,12 +4,10 @@
 #ifndef ESPALIER_EXAMPLES_TINY_LM_TOKENIZER_H_
 #define ESPALIER_EXAMPLES_TINY_LM_TOKENIZER_H_
 
-#include <espalier/espalier.h>
-
 #include <array>
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <string_view>
@@ -19,15 +17,11 @@
 
 namespace tiny_lm {
 
-// A whole file, and a JSON file parsed. Errors: kIo, kFormat.
-espalier::Result<std::string> ReadFile(const std::filesystem::path& path);
-espalier::Result<nlohmann::json> ReadJson(const std::filesystem::path& path);
-
 // Immutable; may be used from several threads at once.
 class Tokenizer {
  public:
-  // Errors: kIo, kFormat; kUnsupported for any other kind of tokenizer.
-  static espalier::Result<Tokenizer> FromFile(const std::filesystem::path& path);
+  // Throws Failure: kIo, kFormat; kUnsupported for any other kind of tokenizer.
+  explicit Tokenizer(const std::filesystem::path& path);
 
   // Decode(Encode(text)) == text for every string of bytes.
   std::vector<int32_t> Encode(std::string_view text) const;
@@ -41,9 +35,8 @@ class Tokenizer {
     int32_t merged;
   };
 
-  Tokenizer() = default;
-  espalier::Result<void> Parse(const nlohmann::json& root);
-  espalier::Result<int32_t> AddToken(const nlohmann::json& id, std::string bytes);
+  void Parse(const nlohmann::json& root);
+  int32_t AddToken(const nlohmann::json& id, std::string bytes);
   void EncodePiece(std::string_view piece, std::vector<int32_t>* ids) const;
 
   std::vector<std::string> tokens_;                     // by id, as raw bytes
