@@ -33,6 +33,8 @@ const std::set<std::string, std::less<>> kBackendFolders = {"reference", "cpu", 
 // Conditional compilation outside of include guards: file -> the only names it may ask for.
 const std::map<std::string, std::set<std::string>, std::less<>> kAllowedConditions = {
     {"src/base/parallel.cc", {"ESPALIER_STD_THREADS"}},
+    // Says how it was built.
+    {"cli/doctor.cc", {"ESPALIER_STD_THREADS", "defined(__clang__)", "defined(__x86_64__)"}},
 };
 
 std::string ReadFile(const fs::path& path) {
