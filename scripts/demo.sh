@@ -13,5 +13,4 @@ show() {
 
 show "$build/espalier" inspect data/tiny-qwen3moe-exl3-mixed
 show "$build/espalier" verify data/tiny-qwen3moe-exl3-mixed
-show "$build/tiny_lm" data/tiny-qwen3moe-exl3-mixed --text data/heldout.txt \
-  --prompt "It is a truth universally acknowledged, that" --tokens 80
+show "$build/tiny_lm" data/tiny-qwen3moe-exl3-mixed data/heldout.txt

@@ -200,10 +200,12 @@ std::vector<Example> ExamplesOf(const std::string& text) {
 }
 
 // Measured reals (times, errors) differ from machine to machine: each becomes '#', and the blanks beside it,
-// which depend on its width, become one. Whole numbers stay.
+// which depend on its width, become one. Whole numbers stay; blanks at the end of a line do not.
 std::string WithoutReals(const std::string& line) {
   static const std::regex kReal(R"( *-?[0-9]+(\.[0-9]+(e[-+]?[0-9]+)?|e[-+]?[0-9]+))");
-  return std::regex_replace(line, kReal, " #");
+  std::string text = std::regex_replace(line, kReal, " #");
+  while (text.ends_with(' ')) text.pop_back();
+  return text;
 }
 
 // A line "..." of the document stands for any number of lines.
