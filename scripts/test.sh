@@ -101,7 +101,7 @@ markdown_files() {
 }
 
 spelling() {
-  markdown_files | xargs -0 codespell && codespell include src cli examples scripts cmake Makefile
+  markdown_files | xargs -0 codespell -L suh && codespell -L suh,positionof include src cli examples scripts cmake Makefile
 }
 
 shell_scripts() {

@@ -27,7 +27,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::Contains;
-using ::testing::Not;
 
 const fs::path kRoot = ESPALIER_SOURCE_DIR;
 
