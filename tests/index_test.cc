@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 
 #include "support/refusal_cases.h"
+#include "support/temporary_directory.h"
 
 namespace espalier::testing {
 namespace {

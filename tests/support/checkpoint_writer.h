@@ -192,19 +192,6 @@ CheckpointFiles WriteExl3V1(const CheckpointModel& model, const Exl3V1Options& o
 // Writes the files into a directory that exists.
 void WriteFiles(const FileMap& files, const std::filesystem::path& directory);
 
-// A directory that disappears with the object.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory();
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-  ~TemporaryDirectory();
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
-
 // Reads a matrix (or an extent of it) through the byte ranges of a source into native order.
 Result<MatrixModel> ReadSource(const Checkpoint& checkpoint, const MatrixSource& source);
 
