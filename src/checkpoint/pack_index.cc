@@ -235,11 +235,11 @@ class Builder {
     for (auto& [key, group] : groups_) {
       if (!group.modules.empty()) index_.groups.push_back(std::move(group));
     }
-    std::stable_sort(index_.groups.begin(), index_.groups.end(),
-                     [&](const ExpertGroup& a, const ExpertGroup& b) {
-                       return family_size.at(a.prefix) > family_size.at(b.prefix);
-                     });
-    // A stable sort of a map's order: equally large families stand side by side, by prefix and number.
+    // Equally large families stand side by side, by prefix; each ascends in its numbers.
+    std::sort(index_.groups.begin(), index_.groups.end(), [&](const ExpertGroup& a, const ExpertGroup& b) {
+      const size_t size_a = family_size.at(a.prefix), size_b = family_size.at(b.prefix);
+      return size_a != size_b ? size_a > size_b : std::tie(a.prefix, a.number) < std::tie(b.prefix, b.number);
+    });
   }
 
   const ShardSet& shards_;
