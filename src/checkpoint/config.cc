@@ -414,7 +414,9 @@ class ConfigComparison {
     CompareStorage(block);
   }
 
+  // A problem names its file beside the message: the place inside it is enough.
   void Warn(const std::string& file, const std::string& tensor, std::string message) {
+    if (message.starts_with(file + ": ")) message.erase(0, file.size() + 2);
     problems_.push_back({.severity = Problem::Severity::kWarning,
                          .file = file,
                          .tensor = tensor,
