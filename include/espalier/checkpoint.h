@@ -193,7 +193,7 @@ class Checkpoint {
   std::string MatrixName(size_t layer, uint32_t expert, Projection projection, uint32_t slice) const;
 
   // Byte ranges of the part of a matrix that `extent` covers. Errors: kGeometry when the extent is
-  // off the 128 grid or outside the slice.
+  // outside the slice, or off the 128 grid without being the whole of it.
   Result<MatrixSource> Source(size_t layer, uint32_t expert, Projection projection,
                               const SliceExtent& extent) const;
 

@@ -428,16 +428,17 @@ Result<MatrixSource> Checkpoint::Source(size_t layer, uint32_t expert, Projectio
   const uint64_t width = info.intermediate_channels / info.slices;
   const bool inside = extent.slice < info.slices && extent.channels > 0 && extent.first_channel < width &&
                       extent.channels <= width - extent.first_channel;
+  // A whole slice may be off the grid: such a matrix can be described and copied, not cut or executed.
+  const bool whole = extent.channels == width;
   const bool on_grid =
       extent.first_channel % kHadamardChannels == 0 && extent.channels % kHadamardChannels == 0;
-  if (!inside || !on_grid || info.hidden_channels % kHadamardChannels != 0) {
+  if (!inside || !(whole || on_grid)) {
     return Error(
         StatusCode::kGeometry,
-        fmt::format(
-            "layer {}: found channels [{}, +{}) of slice {} (hidden {}), legal: multiples of {} within {} "
-            "channels of {} slices",
-            info.label, extent.first_channel, extent.channels, extent.slice, info.hidden_channels,
-            kHadamardChannels, width, info.slices));
+        fmt::format("layer {}: found channels [{}, +{}) of slice {}, legal: multiples of {} within {} "
+                    "channels of {} slices",
+                    info.label, extent.first_channel, extent.channels, extent.slice, kHadamardChannels, width,
+                    info.slices));
   }
   return state_->layout->Source(layer, expert, projection, extent);
 }
