@@ -135,7 +135,8 @@ void CheckFixtureRuns(const std::string& executor, double bound) {
   const std::string output = directory.path() / "y.safetensors";
   size_t compared = 0;
   size_t refused = 0;
-  for (const Json& run : FixtureList().at("runs")) {
+  const Json fixtures = FixtureList();
+  for (const Json& run : fixtures.at("runs")) {
     const std::string checkpoint = run.at("checkpoint");
     const std::string input = run.at("input");
     SCOPED_TRACE(checkpoint + " " + input);
@@ -166,7 +167,8 @@ TEST(CliFixtures, DecodesMatch) {
   const TemporaryDirectory directory;
   const std::string output = directory.path() / "weight.safetensors";
   size_t compared = 0;
-  for (const Json& decode : FixtureList().at("decodes")) {
+  const Json fixtures = FixtureList();
+  for (const Json& decode : fixtures.at("decodes")) {
     const std::string checkpoint = decode.at("checkpoint");
     const std::string matrix = decode.at("matrix");
     SCOPED_TRACE(checkpoint + " " + matrix);
@@ -302,7 +304,6 @@ TEST(CliRefusals, FilesAndFeatures) {
   const std::string unwritable = directory.path() / "no" / "such" / "folder.safetensors";
   ExpectRefusals({
       {{"inspect", absent}, 3, "io"},
-      {{"inspect", directory.path() / "."}, 3, "io"},
       {{"verify", absent}, 3, "io"},
       {{"run", absent, "--layer", "1"}, 3, "io"},
       {{"decode", absent, matrix, "-o", directory.path() / "w"}, 3, "io"},
