@@ -65,10 +65,11 @@ void PrintProblems(Output& output, std::span<const Problem> problems) {
     return;
   }
   std::vector<const Problem*> ordered;
-  for (const Problem& problem : problems) ordered.push_back(&problem);
-  std::stable_partition(ordered.begin(), ordered.end(), [](const Problem* problem) {
-    return problem->severity == Problem::Severity::kError;
-  });
+  for (const auto severity : {Problem::Severity::kError, Problem::Severity::kWarning}) {
+    for (const Problem& problem : problems) {
+      if (problem.severity == severity) ordered.push_back(&problem);
+    }
+  }
   output.Print("problems       {}\n", problems.size());
   for (size_t i = 0; i < std::min(ordered.size(), kMaxProblemLines); ++i) {
     const Problem& problem = *ordered[i];
