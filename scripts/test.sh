@@ -12,7 +12,7 @@ mkdir -p "$logs"
 
 fuzz_seconds=${ESPALIER_FUZZ_SECONDS:-20}
 # Tests that start threads: these run under the thread sanitizer. Names of tests/*_test.cc.
-threaded_tests=(parallel_test)
+threaded_tests=(parallel_test backend_conformance_test)
 
 passed=0
 failed=0
@@ -123,16 +123,15 @@ if [[ -d tests/python ]]; then
   count_junit "$logs/python.xml" $?
 fi
 
-check "build release: what make demo builds" release-build build_preset release
-check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh
+check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev
 
 build_and_test asan "clang, address and undefined-behaviour sanitizers"
 build_and_test tsan "clang, thread sanitizer" "${threaded_tests[@]}"
 
 if check "build fuzz: clang, libFuzzer" fuzz-build build_preset fuzz; then
-  for source in fuzz/*_fuzz.cc; do
+  for source in fuzz/fuzz_*.cc; do
     target=$(basename "$source" .cc)
-    check "fuzz $target: committed corpus, then ${fuzz_seconds} s" "$target" fuzz/run.sh "$target" "$fuzz_seconds"
+    check "$target: committed corpus, then on for ${fuzz_seconds} s" "$target" fuzz/run.sh "$target" "$fuzz_seconds"
   done
 fi
 
