@@ -7,6 +7,7 @@ namespace espalier {
 namespace {
 
 constexpr size_t kMaxShownBytes = 200;
+constexpr size_t kMaxMessageBytes = 4000;
 
 // First byte at or after `position` that does not continue a UTF-8 character.
 size_t CharacterStart(std::string_view text, size_t position) {
@@ -25,20 +26,27 @@ void AppendPrintable(std::string_view text, std::string* out) {
   }
 }
 
+void AppendShortened(std::string_view text, size_t max_bytes, std::string* out) {
+  if (text.size() <= max_bytes) return AppendPrintable(text, out);
+  const size_t head = CharacterStart(text, max_bytes / 2);
+  const size_t tail = CharacterStart(text, text.size() - max_bytes / 2);
+  AppendPrintable(text.substr(0, head), out);
+  *out += "...";
+  AppendPrintable(text.substr(tail), out);
+}
+
 }  // namespace
 
 std::string Quoted(std::string_view name) {
   std::string out = "'";
-  if (name.size() <= kMaxShownBytes) {
-    AppendPrintable(name, &out);
-  } else {
-    const size_t head = CharacterStart(name, kMaxShownBytes / 2);
-    const size_t tail = CharacterStart(name, name.size() - kMaxShownBytes / 2);
-    AppendPrintable(name.substr(0, head), &out);
-    out += "...";
-    AppendPrintable(name.substr(tail), &out);
-  }
+  AppendShortened(name, kMaxShownBytes, &out);
   return out + "'";
+}
+
+std::string Printable(std::string_view message) {
+  std::string out;
+  AppendShortened(message, kMaxMessageBytes, &out);
+  return out;
 }
 
 }  // namespace espalier

@@ -13,6 +13,10 @@ namespace espalier {
 // or be megabytes long: the former are written as \xNN, and beyond 200 bytes the middle is left out.
 std::string Quoted(std::string_view name);
 
+// The same for a whole message, without quotes: control characters as \xNN, and beyond 4000 bytes the
+// middle is left out.
+std::string Printable(std::string_view message);
+
 }  // namespace espalier
 
 #endif  // ESPALIER_SRC_BASE_TEXT_H_

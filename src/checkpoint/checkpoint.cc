@@ -11,6 +11,7 @@
 #include "base/file.h"
 #include "base/half.h"
 #include "base/sha256.h"
+#include "base/text.h"
 #include "checkpoint/config.h"
 #include "checkpoint/exl3_v1_layout.h"
 #include "checkpoint/layout.h"
@@ -331,7 +332,11 @@ Result<Checkpoint> Checkpoint::Open(const std::filesystem::path& path, const Ope
   state->shards = std::move(*shards);
   Opener opener(state->shards, state->config, state->layers, state->linears, state->linear_matrices,
                 state->problems, state->layout, state->is_container);
-  if (auto opened = opener.Open(); !opened) return tl::unexpected(opened.error());
+  // Names out of files stand in every message; nothing they hold may reach a terminal as it is.
+  if (auto opened = opener.Open(); !opened) {
+    return Error(opened.error().code(), Printable(opened.error().message()));
+  }
+  for (Problem& problem : state->problems) problem.message = Printable(problem.message);
   return Checkpoint(std::move(state));
 }
 

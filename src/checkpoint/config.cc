@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <unordered_map>
 
 namespace espalier {
 namespace {
@@ -17,40 +18,56 @@ constexpr std::string_view kR7Schema = "r7-complete-v2-checkpoint-v1";
 // Average bits of a config are rounded and leave the head out; further off is a contradiction.
 constexpr double kBitsTolerance = 0.25;
 
-// Keys that change what the stored bits mean, wherever they stand.
+// Where a value stands: a chain up the recursion, turned into text only for a message. Building the text on
+// the way down would cost (length of the keys above) for each value, which a hostile file can make quadratic.
+struct Place {
+  const Place* parent = nullptr;
+  std::string_view key;  // empty for an item of a list
+  size_t position = 0;
+
+  std::string Text() const {
+    const std::string above = parent == nullptr ? std::string() : parent->Text();
+    if (key.empty()) return fmt::format("{}[{}]", above, position);
+    return above.empty() ? std::string(key) : fmt::format("{}.{}", above, key);
+  }
+};
+
+// One key that changes what the stored bits mean, with a value that is not known to leave them alone.
+Result<void> CheckDecodingKey(const Place& place, simdjson::dom::element value, const std::string& source) {
+  if (value.is_null()) return {};
+  std::string_view text;
+  const bool is_text = !value.get_string().get(text);
+  if (place.key == "tile_order") {
+    return Error(StatusCode::kUnsupported,
+                 fmt::format("{}: {}: found tile order '{}', legal: none (tensor-core order)", source,
+                             place.Text(), is_text ? text : JsonTypeName(value)));
+  }
+  if (place.key == "rotation_layout" && !(is_text && (text == "per_expert_v1" || text == "shared_h_v1"))) {
+    return Error(StatusCode::kUnsupported,
+                 fmt::format("{}: {}: found rotation layout '{}', legal: per_expert_v1, shared_h_v1", source,
+                             place.Text(), is_text ? text : JsonTypeName(value)));
+  }
+  return {};
+}
+
+// Looks for such keys wherever they stand. The depth is limited by the parser.
 Result<void> RefuseDecodingKeys(simdjson::dom::element element, const std::string& source,
-                                const std::string& where) {
+                                const Place* parent = nullptr) {
   simdjson::dom::object object;
   if (!element.get_object().get(object)) {
     for (const auto field : object) {
-      const std::string place =
-          where.empty() ? std::string(field.key) : fmt::format("{}.{}", where, field.key);
-      // One entry per tensor, hundreds of thousands of them: none of ours nests deeper than this.
-      if (auto checked = RefuseDecodingKeys(field.value, source, place); !checked) return checked;
-      if (field.value.is_null()) continue;
-      std::string_view text;
-      const bool is_text = !field.value.get_string().get(text);
-      if (field.key == "tile_order") {
-        return Error(StatusCode::kUnsupported,
-                     fmt::format("{}: {}: found tile order '{}', legal: none (tensor-core order)", source,
-                                 place, is_text ? text : JsonTypeName(field.value)));
-      }
-      if (field.key == "rotation_layout" &&
-          !(is_text && (text == "per_expert_v1" || text == "shared_h_v1"))) {
-        return Error(StatusCode::kUnsupported,
-                     fmt::format("{}: {}: found rotation layout '{}', legal: per_expert_v1, shared_h_v1",
-                                 source, place, is_text ? text : JsonTypeName(field.value)));
-      }
+      const Place place{.parent = parent, .key = field.key};
+      if (auto checked = RefuseDecodingKeys(field.value, source, &place); !checked) return checked;
+      if (auto checked = CheckDecodingKey(place, field.value, source); !checked) return checked;
     }
     return {};
   }
   simdjson::dom::array array;
   if (element.get_array().get(array)) return {};
-  size_t position = 0;
+  Place place{.parent = parent, .key = {}, .position = 0};
   for (const simdjson::dom::element item : array) {
-    if (auto checked = RefuseDecodingKeys(item, source, fmt::format("{}[{}]", where, position++)); !checked) {
-      return checked;
-    }
+    if (auto checked = RefuseDecodingKeys(item, source, &place); !checked) return checked;
+    ++place.position;
   }
   return {};
 }
@@ -368,7 +385,7 @@ Result<void> ReadConfigJson(ParsedConfig& parsed) {
   const JsonFile& file = *parsed.config;
   const auto root = RootObject(file.document.root(), file.name);
   if (!root) return tl::unexpected(root.error());
-  if (auto checked = RefuseDecodingKeys(file.document.root(), file.name, ""); !checked) return checked;
+  if (auto checked = RefuseDecodingKeys(file.document.root(), file.name); !checked) return checked;
   const auto levels = Levels(*root);
   if (!levels) return tl::unexpected(levels.error());
   if (auto read = ReadModel(*root, *levels, parsed); !read) return read;
@@ -502,16 +519,19 @@ class ConfigComparison {
 
 // Keys of one block that the other lacks or holds differently; tensor_storage is in one of them only.
 std::vector<std::string> DifferingKeys(const JsonObject& a, const JsonObject& b) {
+  std::unordered_map<std::string_view, simdjson::dom::element> left;
+  for (const auto field : a.object) left.emplace(field.key, field.value);
   std::vector<std::string> keys;
-  for (const auto field : a.object) {
-    simdjson::dom::element other;
-    if (field.key == "tensor_storage") continue;
-    if (b.object.at_key(field.key).get(other) || !JsonEqual(field.value, other)) keys.emplace_back(field.key);
-  }
   for (const auto field : b.object) {
-    simdjson::dom::element other;
-    if (field.key != "tensor_storage" && a.object.at_key(field.key).get(other)) keys.emplace_back(field.key);
+    const auto other = left.find(field.key);
+    const bool same = other != left.end() && JsonEqual(other->second, field.value);
+    if (other != left.end()) left.erase(other);
+    if (!same && field.key != "tensor_storage") keys.emplace_back(field.key);
   }
+  for (const auto& [key, value] : left) {
+    if (key != "tensor_storage") keys.emplace_back(key);
+  }
+  std::sort(keys.begin(), keys.end());
   return keys;
 }
 
@@ -532,7 +552,7 @@ Result<ParsedConfig> ReadConfig(const ShardSet& shards) {
     const JsonFile& file = *parsed.quantization_config;
     const auto root = RootObject(file.document.root(), file.name);
     if (!root) return tl::unexpected(root.error());
-    if (auto checked = RefuseDecodingKeys(file.document.root(), file.name, ""); !checked) {
+    if (auto checked = RefuseDecodingKeys(file.document.root(), file.name); !checked) {
       return tl::unexpected(checked.error());
     }
     if (auto read = ReadQuantizationBlock(*root, parsed); !read) return tl::unexpected(read.error());

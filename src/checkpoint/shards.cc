@@ -88,7 +88,8 @@ Result<void> OpenIndexedShards(ShardSet& shards, const ShardIndex& index,
 
 Result<bool> SameBytes(const ShardSet& shards, const TensorInfo& a, const TensorInfo& b) {
   if (a.dtype != b.dtype || a.shape != b.shape) return false;
-  std::vector<std::byte> bytes_a(kCompareBytes), bytes_b(kCompareBytes);
+  const size_t buffer_bytes = static_cast<size_t>(std::min<uint64_t>(kCompareBytes, a.size_bytes));
+  std::vector<std::byte> bytes_a(buffer_bytes), bytes_b(buffer_bytes);
   for (uint64_t done = 0; done < a.size_bytes; done += kCompareBytes) {
     const size_t count = static_cast<size_t>(std::min<uint64_t>(kCompareBytes, a.size_bytes - done));
     if (auto r = shards.handles[a.file]->ReadAt(a.offset_bytes + done, {bytes_a.data(), count}); !r) {
