@@ -180,6 +180,21 @@ std::string CaseName(const ::testing::TestParamInfo<RefusalCase>& info) { return
 
 INSTANTIATE_TEST_SUITE_P(Cases, ConfigTest, ::testing::ValuesIn(ConfigCases()), CaseName);
 
+// A key of a megabyte over a hundred thousand values, and two blocks of as many keys: walked naively, both
+// would not end within the test's time limit.
+TEST(ConfigCostTest, LongKeysAndManyKeysCostNoMoreThanTheirLength) {
+  std::string values;
+  for (int i = 0; i < 300'000; ++i) values += (i == 0 ? "\"k" : ",\"k") + std::to_string(i) + "\":0";
+  const std::string long_key(1 << 20, 'a');
+  CheckpointFiles files = MakeBase(Base::kStock);
+  files.json.erase(kConfig);
+  files.raw[kConfig] = "{\"" + long_key + "\":{" + values + "},\"quantization_config\":{" + values + "}}";
+  files.raw[kQuantFile] = "{" + values + "}";
+  const MemoryCheckpoint opened = OpenInMemory(files.Serialize());
+  ASSERT_TRUE(opened.checkpoint.has_value()) << opened.checkpoint.error().message();
+  EXPECT_EQ(opened.checkpoint->problems().size(), 0u);
+}
+
 ModelConfig ConfigOf(const Mutation& mutate) {
   CheckpointFiles files = MakeBase(Base::kStock);
   mutate(files);

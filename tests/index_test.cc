@@ -75,6 +75,8 @@ std::vector<RefusalCase> IndexCases() {
       {"number", base, Entry(kName, 1), Format({index, kName})},
       {"list", base, Entry(kName, Json::array({kFirst})), Format({index, kName})},
       {"null", base, Entry(kName, nullptr), Format({index, kName})},
+      {"terminal_escape", base, Entry(kName, "\x1b[31mred\x07"), Format({index, "\\x1b[31mred\\x07"})},
+      {"megabyte_name", base, Entry(kName, std::string(1 << 20, 'x')), Format({index, "xxx"})},
       {"not_a_shard", base, Entry(kName, "config.json"), Format({"config.json"})},
       {"no_weight_map", base, EraseJson(index, "/weight_map"), Format({index, "weight_map"})},
       {"weight_map_list", base, SetJson(index, "/weight_map", Json::array()), Format({index, "weight_map"})},
@@ -124,6 +126,28 @@ TEST_P(IndexTest, EndsAsExpected) { EXPECT_EQ(RunCase(GetParam()), ""); }
 std::string CaseName(const ::testing::TestParamInfo<RefusalCase>& info) { return info.param.name; }
 
 INSTANTIATE_TEST_SUITE_P(Cases, IndexTest, ::testing::ValuesIn(IndexCases()), CaseName);
+
+// Every tensor twice, in two shards, and the index names the second: looked up one by one in the list of all,
+// this would not end within the test's time limit.
+TEST(IndexCostTest, CopiesOfEverythingAreFoundInLinearTime) {
+  constexpr int kTensors = 150'000;
+  std::string header;
+  std::string index;
+  for (int i = 0; i < kTensors; ++i) {
+    const std::string name = "model.layers." + std::to_string(i) + ".mlp.shared_expert_gate.weight";
+    header += (i == 0 ? "{\"" : ",\"") + name + R"(":{"dtype":"F32","shape":[0],"data_offsets":[0,0]})";
+    index += (i == 0 ? "\"" : ",\"") + name + R"(":"b.safetensors")";
+  }
+  FileMap files;
+  files["a.safetensors"] = files["b.safetensors"] = SafetensorsBytes(header + "}", "");
+  // One entry keeps the first shard in the game.
+  files[kIndexName] = R"({"weight_map":{)" + index + R"(,"x":"a.safetensors"}})";
+  MemoryCheckpoint opened = OpenInMemory(files);
+  ASSERT_FALSE(opened.checkpoint.has_value());
+  EXPECT_EQ(opened.checkpoint.error().code(), StatusCode::kFormat);
+  EXPECT_NE(opened.checkpoint.error().message().find("'x'"), std::string::npos)
+      << opened.checkpoint.error().message();
+}
 
 // A stock checkpoint on the real file system.
 class ShardEntryTest : public ::testing::Test {

@@ -38,6 +38,11 @@ bool ContainsAll(std::string_view text, const std::vector<std::string>& words) {
                      [&](const std::string& word) { return text.find(word) != std::string_view::npos; });
 }
 
+// A terminal would obey them.
+bool HasControlCharacters(std::string_view text) {
+  return std::any_of(text.begin(), text.end(), [](char c) { return (c >= 0 && c < 0x20) || c == 0x7F; });
+}
+
 std::string ProblemText(const Problem& problem) {
   return fmt::format("{}: {} / {}: {}", problem.severity == Problem::Severity::kError ? "error" : "warning",
                      problem.file, problem.tensor, problem.message);
@@ -54,6 +59,7 @@ std::string CheckProblems(const Checkpoint& checkpoint, const Expected& expected
   bool found = expected.kind == Expected::Kind::kAccepted;
   for (const Problem& problem : checkpoint.problems()) {
     const bool is_error = problem.severity == Problem::Severity::kError;
+    if (HasControlCharacters(problem.message)) return "control characters in: " + problem.message;
     if (expected.kind == Expected::Kind::kAccepted || (is_error && !want_error)) {
       return "unexpected problem; problems:" + ListProblems(checkpoint);
     }
@@ -270,6 +276,8 @@ std::string RunCase(const RefusalCase& refusal_case) {
     const Status& status = opened.checkpoint.error();
     const std::string text = fmt::format("{}: {}", StatusCodeName(status.code()), status.message());
     if (expected.kind != Expected::Kind::kRefused) return "refused: " + text;
+    if (HasControlCharacters(text)) return "control characters in: " + text;
+    if (text.size() > 5000) return "a message of " + std::to_string(text.size()) + " bytes";
     if (std::find(expected.codes.begin(), expected.codes.end(), status.code()) == expected.codes.end()) {
       return "another code: " + text;
     }
