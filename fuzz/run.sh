@@ -48,5 +48,6 @@ fi
 
 if [[ -n ${ESPALIER_FUZZ_KEEP:-} ]]; then
   mkdir -p "$ESPALIER_FUZZ_KEEP"
-  "$binary" -merge=1 "${options[@]}" "$ESPALIER_FUZZ_KEEP" "$work/corpus"
+  # One process: with -fork, -merge=1 never ends.
+  "$binary" -merge=1 "${options[@]}" -fork=0 "$ESPALIER_FUZZ_KEEP" "$work/corpus"
 fi
