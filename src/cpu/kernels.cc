@@ -49,25 +49,42 @@ void DecodeBlockOf(const MatrixView& matrix, uint32_t in_block, uint32_t out_blo
   }
 }
 
+// Four floats: a register on every x86-64 and arm64. g++ 12 leaves plain loops over small arrays scalar,
+// with the sums in memory: 3.6 against 14 billion products a second.
+using Vector = float __attribute__((vector_size(16)));
+constexpr uint32_t kLanes = 4;
+
+Vector LoadVector(const float* source) {
+  Vector value;
+  std::memcpy(&value, source, sizeof(value));
+  return value;
+}
+
 // kRows rows times 8 columns of weights stay in registers: with four rows that is 8 of the 16 vector
 // registers of plain x86-64, and every weight loaded serves four products.
 template <int kRows>
 void MultiplyRows(const float* inputs, uint64_t input_stride, const float* weights, const float* scales,
                   float* sums) {
-  constexpr uint32_t kColumns = 8;
-  for (uint32_t column = 0; column < kBlockChannels; column += kColumns) {
-    float block_sums[kRows][kColumns] = {};
+  constexpr uint32_t kVectors = 2;
+  for (uint32_t column = 0; column < kBlockChannels; column += kVectors * kLanes) {
+    Vector block_sums[kRows][kVectors] = {};
     for (uint32_t k = 0; k < kBlockChannels; ++k) {
       const float* row_of_weights = weights + k * kBlockChannels + column;
+      const Vector low = LoadVector(row_of_weights);
+      const Vector high = LoadVector(row_of_weights + kLanes);
       for (int row = 0; row < kRows; ++row) {
         const float input = inputs[static_cast<uint64_t>(row) * input_stride + k];
-        for (uint32_t c = 0; c < kColumns; ++c) block_sums[row][c] += input * row_of_weights[c];
+        block_sums[row][0] += input * low;
+        block_sums[row][1] += input * high;
       }
     }
     for (int row = 0; row < kRows; ++row) {
       const float scale = scales != nullptr ? scales[row] : 1.0f;
-      float* target = sums + static_cast<uint64_t>(row) * kBlockChannels + column;
-      for (uint32_t c = 0; c < kColumns; ++c) target[c] += scale * block_sums[row][c];
+      for (uint32_t v = 0; v < kVectors; ++v) {
+        float* target = sums + static_cast<uint64_t>(row) * kBlockChannels + column + v * kLanes;
+        const Vector sum = LoadVector(target) + scale * block_sums[row][v];
+        std::memcpy(target, &sum, sizeof(sum));
+      }
     }
   }
 }
