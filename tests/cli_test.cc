@@ -19,6 +19,7 @@
 #include "checkpoint/safetensors.h"
 #include "support/checkpoint_writer.h"
 #include "support/subprocess.h"
+#include "support/temporary_directory.h"
 
 namespace espalier {
 namespace {
