@@ -72,14 +72,15 @@ TEST(MoePlan, DescribesThePackage) {
 TEST(MoePlan, WorkspaceIsBoundedForAnyCapacity) {
   const PreparedExperts experts = SmallExperts();
   for (const std::string executor : {"cpu", "reference"}) {
-    const auto bytes = [&](uint64_t tokens) {
-      return MoePlan::Create(experts, {.max_tokens = tokens, .top_k = 8, .executor = executor})
+    const auto bytes = [&](uint64_t tokens, uint32_t top_k = 8) {
+      return MoePlan::Create(experts, {.max_tokens = tokens, .top_k = top_k, .executor = executor})
           .value()
           .workspace_bytes();
     };
     EXPECT_LE(bytes(1), bytes(64));
     EXPECT_EQ(bytes(4096), bytes(kMaxPlanTokens));  // tokens are taken in chunks
     EXPECT_LT(bytes(kMaxPlanTokens), uint64_t{64} << 20);
+    EXPECT_LT(bytes(kMaxPlanTokens, kMaxTopK), uint64_t{64} << 20);
   }
 }
 

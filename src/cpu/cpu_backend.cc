@@ -29,6 +29,7 @@ namespace {
 // Bounds the workspace (glm-5.2, top-8: 46 MiB), and is large enough that the time to decode a block is
 // small against the products it is used for.
 constexpr uint64_t kChunkTokens = 512;
+constexpr uint64_t kChunkRoutes = 8192;  // so that a large top-k does not enlarge it further
 // Rows that share one decoded block: inputs and sums of a group stay in the second-level cache.
 constexpr uint32_t kGroupRows = 64;
 constexpr uint32_t kGroupValues = kGroupRows * kBlockChannels;
@@ -59,7 +60,7 @@ struct MoeLayout {
 Result<MoeLayout> LayOut(const PreparedExperts& experts, const MoePlanOptions& options) {
   const MoeGeometry& geometry = experts.geometry();
   MoeLayout layout;
-  layout.chunk_tokens = std::min(options.max_tokens, kChunkTokens);
+  layout.chunk_tokens = ChunkTokens(options, kChunkTokens, kChunkRoutes);
   for (uint32_t expert = 0; expert < geometry.experts; ++expert) {
     uint64_t channels = 0;
     for (const SegmentDesc& segment : experts.ExpertSegments(expert))

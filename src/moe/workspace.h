@@ -5,10 +5,11 @@
 #include <espalier/moe.h>
 #include <espalier/status.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
+#include <optional>
 
 #include "base/checked.h"
 #include "base/parallel.h"
@@ -40,6 +41,13 @@ class WorkspaceLayout {
  private:
   CheckedBytes total_;
 };
+
+// Tokens that are taken together: no more than the plan, max_chunk_tokens or max_chunk_routes allow.
+inline uint64_t ChunkTokens(const MoePlanOptions& options, uint64_t max_chunk_tokens,
+                            uint64_t max_chunk_routes) {
+  const uint64_t by_routes = std::max<uint64_t>(max_chunk_routes / std::max(options.top_k, 1u), 1);
+  return std::min({options.max_tokens, max_chunk_tokens, by_routes});
+}
 
 // Lanes of a call: options.num_threads, or all cores where it is 0 (a plan has resolved it).
 inline int NumLanes(int num_threads) { return num_threads > 0 ? num_threads : HardwareThreads(); }

@@ -22,6 +22,7 @@ namespace {
 
 // Tokens are taken in chunks, which bounds the workspace. An expert's codes are decoded once a chunk.
 constexpr uint64_t kChunkTokens = 64;
+constexpr uint64_t kChunkRoutes = 1024;
 constexpr uint32_t kPanelChannels = kHadamardChannels;
 
 // Scratch of a single matrix product: a panel of decoded weights for every thread, and rotated inputs.
@@ -50,7 +51,7 @@ Result<MoeLayout> LayOut(const PreparedExperts& experts, const MoePlanOptions& o
   const uint64_t hidden = geometry.stored_hidden_channels;
   const uint64_t width = experts.max_intermediate_channels();
   MoeLayout layout;
-  layout.chunk_tokens = std::min(options.max_tokens, kChunkTokens);
+  layout.chunk_tokens = ChunkTokens(options, kChunkTokens, kChunkRoutes);
   layout.panel_bytes = std::max(hidden, width) * kPanelChannels * sizeof(float);
   const Result<uint64_t> pack_bytes = RoutePackBytes(layout.chunk_tokens, options.top_k, geometry.experts);
   if (!pack_bytes) return tl::unexpected(pack_bytes.error());
