@@ -8,6 +8,7 @@
 #include <set>
 #include <unordered_set>
 
+#include "base/text.h"
 #include "checkpoint/json_fields.h"
 #include "checkpoint/safetensors.h"
 
@@ -155,7 +156,7 @@ Result<void> CheckIndex(ShardSet& shards, const ShardIndex& index, const Copies&
 }  // namespace
 
 std::string ShardSet::Describe(int32_t tensor) const {
-  return fmt::format("tensor '{}' in {}", tensors[tensor].name, FileName(tensor));
+  return fmt::format("tensor {} in {}", Quoted(tensors[tensor].name), FileName(tensor));
 }
 
 Result<void> CheckPlainName(std::string_view name, std::string_view place) {
