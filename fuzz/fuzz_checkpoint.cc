@@ -152,14 +152,21 @@ void UseLinears(const Checkpoint& checkpoint) {
   }
 }
 
+// Names of a file must not reach a terminal as they are, nor fill it.
+void CheckMessage(const std::string& message) {
+  Check(!message.empty(), "a message says something");
+  Check(message.size() < 20'000, "a message is not a file");
+  for (const char c : message)
+    Check((c < 0 || c >= 0x20) && c != 0x7F, "a message holds no control characters");
+}
+
 void UseCheckpoint(const Checkpoint& checkpoint) {
   int last = 0;
   for (const int size : checkpoint.LegalTpSizes()) {
     Check(size > last && size <= 24, "legal sizes ascend to 24");
     last = size;
   }
-  for (const Problem& problem : checkpoint.problems())
-    Check(!problem.message.empty(), "a problem says what it is");
+  for (const Problem& problem : checkpoint.problems()) CheckMessage(problem.message);
   for (const TensorInfo& tensor : checkpoint.tensors()) {
     const FileInfo& file = checkpoint.files()[tensor.file];
     Check(tensor.offset_bytes + tensor.size_bytes <= file.size_bytes, "a tensor lies inside its file");
@@ -194,7 +201,7 @@ bool OpenAndUse(const Archive& archive) {
   const StatusCode code = opened.error().code();
   Check(code == StatusCode::kIo || code == StatusCode::kFormat || code == StatusCode::kUnsupported,
         "opening refuses with io, format or unsupported");
-  Check(!opened.error().message().empty(), "a refusal says why");
+  CheckMessage(opened.error().message());
   return false;
 }
 
