@@ -607,9 +607,9 @@ std::vector<RefusalCase> ContainerCases() {
     cases.push_back(
         {std::string("metadata_other_") + key, base, SetMetadata(key, value), Format({file, key, value})});
     cases.push_back({std::string("metadata_without_") + key, base,
-                     [=, key = std::string(key)](CheckpointFiles& files) {
+                     [=, name = std::string(key)](CheckpointFiles& files) {
                        std::erase_if(files.shards.at(file).metadata,
-                                     [&](const auto& entry) { return entry.first == key; });
+                                     [&](const auto& entry) { return entry.first == name; });
                      },
                      Format({file, key})});
   }
