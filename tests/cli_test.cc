@@ -922,7 +922,7 @@ TEST(CliStreams, NamesInFilesDoNotDriveTheTerminal) {
 }
 
 TEST(CliMemory, TooLittleIsACapacityError) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef ESPALIER_SANITIZED
   GTEST_SKIP() << "a sanitizer's shadow memory does not fit under an address space limit";
 #endif
   SubprocessOptions options;

@@ -33,14 +33,8 @@ const std::filesystem::path kCheckpoint = ESPALIER_BUNDLED_CHECKPOINT;
 
 // The whole text costs seconds in an optimised build, many minutes under a sanitizer.
 constexpr bool kSlowBuild =
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
+#if defined(ESPALIER_SANITIZED) || !defined(__OPTIMIZE__)
     true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-    true;
-#else
-    false;
-#endif
 #else
     false;
 #endif
