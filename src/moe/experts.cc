@@ -13,6 +13,7 @@ namespace espalier {
 namespace {
 
 constexpr std::align_val_t kBufferAlignment{4096};
+constexpr uint64_t kMaxBufferBytes = uint64_t{1} << 47;  // the user half of a 48-bit address space
 constexpr uint32_t kMaxExperts = 1u << 20;
 
 // Where a matrix or vector lies, for messages.
@@ -163,7 +164,7 @@ Result<void> CheckSegment(std::string_view identity, const MoeGeometry& geometry
 Result<HostBuffer> HostBuffer::Create(uint64_t size_bytes) {
   HostBuffer buffer;
   if (size_bytes == 0) return buffer;
-  if (size_bytes <= uint64_t{1} << 62) {
+  if (size_bytes <= kMaxBufferBytes) {
     buffer.data_ = static_cast<std::byte*>(::operator new(size_bytes, kBufferAlignment, std::nothrow));
   }
   if (buffer.data_ == nullptr) {
