@@ -141,6 +141,15 @@ struct SliceExtent {
   uint64_t channels = 0;       // a multiple of 128
 };
 
+inline constexpr uint64_t kSlotChannels = 32;  // the storage unit of the slot-major container
+
+// How a slot-major container lets itself be cut.
+struct SlotGrid {
+  uint64_t num_slots = 0;
+  uint64_t extent_alignment_slots = 0;    // extents start and end on multiples of it
+  std::vector<uint64_t> extent_barriers;  // slots that no extent may cross
+};
+
 struct OpenOptions {
   // Where bytes come from; null = the operating system. Must outlive the Checkpoint.
   FileSystem* file_system = nullptr;
@@ -166,6 +175,9 @@ class Checkpoint {
   std::span<const MoeLayer> layers() const;     // primary group first, then by label; ascending numbers
   std::span<const LinearInfo> linears() const;  // ordered by name
   std::span<const Problem> problems() const;
+
+  // Empty for every layout but exl3-v1.
+  const std::optional<SlotGrid>& slot_grid() const;
 
   // TP sizes N <= 24 at which every rank of every layer owns at least 128 channels.
   std::vector<int> LegalTpSizes() const;

@@ -7,6 +7,7 @@
 #define ESPALIER_EXPERTS_H_
 
 #include <espalier/checkpoint.h>
+#include <espalier/extent_plan.h>
 #include <espalier/formats.h>
 #include <espalier/status.h>
 
@@ -155,6 +156,15 @@ struct LoadOptions {
 // tensors. Errors: kUsage, kIo, kFormat, kGeometry, kCapacity, kUnsupported; nothing is kept on error.
 Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer,
                                     const LoadOptions& options = {});
+
+// The same for one rank: only the experts and channels that `plan` gives to `global_rank`, in local ids.
+// Nothing else is read. A rank that owns nothing gets a package that contributes nothing. Errors also:
+// kUsage (rank out of range), kGeometry (a plan made for another checkpoint).
+Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                                    int global_rank, const LoadOptions& options = {});
+
+// Global to local expert ids of one ep rank, -1 = elsewhere: what MoeArgs::expert_map takes.
+std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank);
 
 // Reads one dense matrix, by the name that Checkpoint::linears() gives, or one slice of a routed one.
 Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,

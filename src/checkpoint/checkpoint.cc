@@ -40,6 +40,7 @@ struct Checkpoint::State {
   std::vector<PackMatrix> linear_matrices;  // beside `linears`
   std::vector<Problem> problems;
   std::unique_ptr<Layout> layout;
+  std::optional<SlotGrid> slot_grid;
   bool is_container = false;
 };
 
@@ -337,6 +338,7 @@ Result<Checkpoint> Checkpoint::Open(const std::filesystem::path& path, const Ope
     return Error(opened.error().code(), Printable(opened.error().message()));
   }
   for (Problem& problem : state->problems) problem.message = Printable(problem.message);
+  state->slot_grid = state->layout->slot_grid();
   return Checkpoint(std::move(state));
 }
 
@@ -348,6 +350,7 @@ std::span<const TensorInfo> Checkpoint::tensors() const { return state_->shards.
 std::span<const MoeLayer> Checkpoint::layers() const { return state_->layers; }
 std::span<const LinearInfo> Checkpoint::linears() const { return state_->linears; }
 std::span<const Problem> Checkpoint::problems() const { return state_->problems; }
+const std::optional<SlotGrid>& Checkpoint::slot_grid() const { return state_->slot_grid; }
 std::vector<int> Checkpoint::LegalTpSizes() const { return state_->layout->LegalTpSizes(); }
 
 const TensorInfo* Checkpoint::FindTensor(std::string_view name) const {

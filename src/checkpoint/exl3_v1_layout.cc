@@ -190,6 +190,12 @@ class Exl3V1Layout : public Layout {
     return {};
   }
 
+  std::optional<SlotGrid> slot_grid() const override {
+    return SlotGrid{.num_slots = manifest_.num_slots,
+                    .extent_alignment_slots = manifest_.extent_alignment_slots,
+                    .extent_barriers = manifest_.extent_barriers};
+  }
+
   std::vector<int> LegalTpSizes() const override {
     if (manifest_.hidden_channels % kHadamardChannels != 0 ||
         manifest_.intermediate_channels % kHadamardChannels != 0) {

@@ -19,7 +19,6 @@
 namespace espalier {
 
 inline constexpr std::string_view kExl3V1ManifestName = "exl3-manifest.json";
-inline constexpr uint64_t kSlotChannels = 32;
 
 // exl3-manifest.json with every rule of it checked.
 struct Exl3V1Manifest {

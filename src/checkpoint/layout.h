@@ -30,6 +30,7 @@ class Layout {
                                       const SliceExtent& extent) const = 0;
   virtual Result<void> CheckPadding(size_t layer) const = 0;
   virtual std::vector<int> LegalTpSizes() const = 0;
+  virtual std::optional<SlotGrid> slot_grid() const { return std::nullopt; }
 };
 
 inline constexpr int kMaxLegalTp = 24;

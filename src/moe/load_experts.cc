@@ -158,11 +158,11 @@ std::string Identity(const Checkpoint& checkpoint, std::string_view what) {
   return fmt::format("{} of {}", what, checkpoint.path().string());
 }
 
-// What `slice` owns of an expert's valid channels.
-uint32_t ValidChannels(const MoeLayer& layer, uint32_t slice, uint64_t width) {
-  const uint64_t first = layer.intermediate_channels / layer.slices * slice;
+// What `extent` owns of an expert's valid channels.
+uint32_t ValidChannels(const MoeLayer& layer, const SliceExtent& extent) {
+  const uint64_t first = layer.intermediate_channels / layer.slices * extent.slice + extent.first_channel;
   const uint64_t valid = layer.valid_intermediate_channels;
-  return static_cast<uint32_t>(valid <= first ? 0 : std::min(valid - first, width));
+  return static_cast<uint32_t>(valid <= first ? 0 : std::min(valid - first, extent.channels));
 }
 
 Result<Activation> ChooseActivation(const Checkpoint& checkpoint, const MoeLayer& layer,
@@ -178,23 +178,22 @@ Result<Activation> ChooseActivation(const Checkpoint& checkpoint, const MoeLayer
 }
 
 Result<SegmentDesc> AddSegment(const Checkpoint& checkpoint, size_t layer_index, uint32_t expert,
-                               uint32_t slice, bool with_gate, SlabBuilder& builder) {
+                               const SliceExtent& extent, bool with_gate, SlabBuilder& builder) {
   const MoeLayer& layer = checkpoint.layers()[layer_index];
+  const uint32_t slice = extent.slice;
   const MatrixInfo down = checkpoint.Matrix(layer_index, expert, Projection::kDown, slice);
   if (down.in_channels == 0 || down.in_channels % kHadamardChannels != 0) {
     return SizeError(checkpoint.MatrixName(layer_index, expert, Projection::kDown, slice), down);
   }
   SegmentDesc segment;
-  segment.expert = expert;
-  segment.valid_intermediate_channels = ValidChannels(layer, slice, down.in_channels);
+  segment.valid_intermediate_channels = ValidChannels(layer, extent);
   for (int p = 0; p < kNumProjections; ++p) {
     const Projection projection = static_cast<Projection>(p);
     if (projection == Projection::kGate && !with_gate) continue;
     const Result<void> marker =
         checkpoint.CheckMarker(checkpoint.Matrix(layer_index, expert, projection, slice));
     if (!marker) return tl::unexpected(marker.error());
-    const SliceExtent whole{.slice = slice, .first_channel = 0, .channels = down.in_channels};
-    const Result<MatrixSource> source = checkpoint.Source(layer_index, expert, projection, whole);
+    const Result<MatrixSource> source = checkpoint.Source(layer_index, expert, projection, extent);
     if (!source) return tl::unexpected(source.error());
     const Result<MatrixDesc> desc = builder.Add(*source);
     if (!desc) return tl::unexpected(desc.error());
@@ -242,15 +241,17 @@ Result<MatrixSource> FindLinearSource(const Checkpoint& checkpoint, std::string_
                            {.slice = slice, .first_channel = 0, .channels = width});
 }
 
-}  // namespace
+// What a package is made of: these experts, of each these channels.
+struct Share {
+  ExpertRange experts;
+  std::vector<SliceExtent> extents;
+  std::string owner;  // for messages; empty = the whole layer
+};
 
-Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer, const LoadOptions& options) {
-  if (layer >= checkpoint.layers().size()) {
-    return Error(StatusCode::kUsage, fmt::format("layer position {}; the checkpoint has {} layers", layer,
-                                                 checkpoint.layers().size()));
-  }
+Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, size_t layer, const Share& share,
+                                  const LoadOptions& options) {
   const MoeLayer& info = checkpoint.layers()[layer];
-  const std::string identity = Identity(checkpoint, "layer " + info.label);
+  const std::string identity = Identity(checkpoint, share.owner + "layer " + info.label);
   if (Result<void> usable = checkpoint.CheckUsable(info.label); !usable)
     return tl::unexpected(usable.error());
   const Result<Activation> activation = ChooseActivation(checkpoint, info, options);
@@ -263,22 +264,69 @@ Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer, 
 
   SlabBuilder builder(checkpoint);
   std::vector<SegmentDesc> segments;
-  for (uint32_t expert = 0; expert < info.experts; ++expert) {
-    for (uint32_t slice = 0; slice < info.slices; ++slice) {
-      const Result<SegmentDesc> segment =
-          AddSegment(checkpoint, layer, expert, slice, ActivationHasGate(activation->kind), builder);
+  for (uint32_t local = 0; local < share.experts.experts; ++local) {
+    for (const SliceExtent& extent : share.extents) {
+      Result<SegmentDesc> segment = AddSegment(checkpoint, layer, share.experts.first_expert + local, extent,
+                                               ActivationHasGate(activation->kind), builder);
       if (!segment) return tl::unexpected(segment.error());
+      segment->expert = local;
       segments.push_back(*segment);
     }
   }
   Result<HostBuffer> slab = builder.Read(options);
   if (!slab) return tl::unexpected(slab.error());
-  const MoeGeometry geometry = {.experts = info.experts,
+  const MoeGeometry geometry = {.experts = share.experts.experts,
                                 .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
                                 .stored_hidden_channels = static_cast<uint32_t>(info.hidden_channels),
                                 .activation = *activation,
                                 .output_scale = options.output_scale};
   return PreparedExperts::Create(geometry, std::move(segments), *std::move(slab), identity);
+}
+
+Result<void> CheckLayer(const Checkpoint& checkpoint, size_t layer) {
+  if (layer < checkpoint.layers().size()) return {};
+  return Error(StatusCode::kUsage, fmt::format("layer position {}; the checkpoint has {} layers", layer,
+                                               checkpoint.layers().size()));
+}
+
+}  // namespace
+
+Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer, const LoadOptions& options) {
+  if (Result<void> checked = CheckLayer(checkpoint, layer); !checked) return tl::unexpected(checked.error());
+  const MoeLayer& info = checkpoint.layers()[layer];
+  Share share{.experts = {.first_expert = 0, .experts = info.experts}, .extents = {}, .owner = {}};
+  for (uint32_t slice = 0; slice < info.slices; ++slice) {
+    share.extents.push_back(
+        {.slice = slice, .first_channel = 0, .channels = info.intermediate_channels / info.slices});
+  }
+  return LoadShare(checkpoint, layer, share, options);
+}
+
+Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                                    int global_rank, const LoadOptions& options) {
+  if (Result<void> checked = CheckLayer(checkpoint, layer); !checked) return tl::unexpected(checked.error());
+  if (global_rank < 0 || global_rank >= plan.world()) {
+    return Error(StatusCode::kUsage, fmt::format("rank {}; legal: 0 to {}", global_rank, plan.world() - 1));
+  }
+  if (plan.layers().size() != checkpoint.layers().size()) {
+    return Error(StatusCode::kGeometry, fmt::format("the plan has {} layers, {} has {}", plan.layers().size(),
+                                                    checkpoint.path().string(), checkpoint.layers().size()));
+  }
+  const RankExtent& extent = plan.layers()[layer].ranks[static_cast<size_t>(global_rank % plan.tp())];
+  const Share share{.experts = plan.Experts(layer, global_rank / plan.tp()),
+                    .extents = extent.segments,
+                    .owner = fmt::format("rank {} of {} (tp {}, ep {}), ", global_rank, plan.world(),
+                                         plan.tp(), plan.ep())};
+  return LoadShare(checkpoint, layer, share, options);
+}
+
+std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank) {
+  const ExpertRange last = plan.Experts(layer, plan.ep() - 1);
+  const ExpertRange own = plan.Experts(layer, ep_rank);
+  std::vector<int32_t> map(last.first_expert + last.experts, -1);
+  for (uint32_t local = 0; local < own.experts; ++local)
+    map[own.first_expert + local] = static_cast<int32_t>(local);
+  return map;
 }
 
 Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,
