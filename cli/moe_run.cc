@@ -233,14 +233,23 @@ Result<MoeInput> RandomMoeInput(const RandomInputSize& size, uint64_t seed) {
   return input;
 }
 
-Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
-                           CpuMode mode, Dtype output) {
+namespace {
+
+struct RunTarget {
+  Dtype output = Dtype::kF32;
+  std::span<const int32_t> expert_map;
+  bool accumulate = false;
+};
+
+// One run into result.y, which is large enough. Sets the executor, adds the time.
+Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
+                     CpuMode mode, const RunTarget& target, MoeOutput& result) {
   MoePlanOptions options;
   options.max_tokens = input.tokens;
   options.top_k = input.top_k;
   options.id_type = input.id_type;
   options.input = input.dtype;
-  options.output = output;
+  options.output = target.output;
   options.checked_ids = true;
   options.executor = executor;
   options.mode = mode;
@@ -249,9 +258,6 @@ Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input
   Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
   if (!workspace) return tl::unexpected(workspace.error());
   const uint64_t hidden = experts.geometry().hidden_channels;
-  const auto element_bytes = static_cast<uint64_t>(DtypeBits(output) / 8);
-  Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * element_bytes);
-  if (!y) return tl::unexpected(y.error());
 
   MoeArgs args;
   args.num_tokens = input.tokens;
@@ -261,15 +267,41 @@ Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input
   args.topk_ids_row_stride = input.top_k;
   args.topk_weights = input.weights.data();
   args.topk_weights_row_stride = input.top_k;
-  args.y = y->data();
+  args.expert_map = target.expert_map.empty() ? nullptr : target.expert_map.data();
+  args.expert_map_size = static_cast<uint32_t>(target.expert_map.size());
+  args.y = result.y.data();
   args.y_row_stride = hidden;
+  args.accumulate = target.accumulate;
   args.workspace = workspace->data();
   args.workspace_bytes = workspace->size_bytes();
   const auto start = std::chrono::steady_clock::now();
   if (Result<void> run = RunMoe(*plan, experts, args); !run) return tl::unexpected(run.error());
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  return MoeOutput{
-      .y = *std::move(y), .seconds = elapsed.count(), .executor = std::string(plan->backend().name())};
+  result.seconds += elapsed.count();
+  result.executor = std::string(plan->backend().name());
+  return {};
+}
+
+}  // namespace
+
+Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
+                           CpuMode mode, Dtype output) {
+  const uint64_t hidden = experts.geometry().hidden_channels;
+  const auto element_bytes = static_cast<uint64_t>(DtypeBits(output) / 8);
+  Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * element_bytes);
+  if (!y) return tl::unexpected(y.error());
+  MoeOutput result{.y = *std::move(y), .seconds = 0, .executor = {}};
+  const RunTarget target{.output = output, .expert_map = {}, .accumulate = false};
+  if (Result<void> run = RunInto(experts, input, executor, mode, target, result); !run) {
+    return tl::unexpected(run.error());
+  }
+  return result;
+}
+
+Result<void> AddLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
+                      CpuMode mode, std::span<const int32_t> expert_map, MoeOutput& sum) {
+  return RunInto(experts, input, executor, mode,
+                 {.output = Dtype::kF32, .expert_map = expert_map, .accumulate = true}, sum);
 }
 
 }  // namespace espalier::cli

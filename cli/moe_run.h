@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,10 @@ struct MoeOutput {
 // One run with checked ids. `output` is kF32, or kF64 for the reference.
 Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                            CpuMode mode, Dtype output);
+
+// The same, adding to `sum` (kF32). An `expert_map` that is not empty makes the ids global ones.
+Result<void> AddLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
+                      CpuMode mode, std::span<const int32_t> expert_map, MoeOutput& sum);
 
 }  // namespace espalier::cli
 

@@ -2,6 +2,7 @@
 //
 // espalier run: executes the routed experts of one layer over a file of tokens, or over random ones.
 #include <espalier/experts.h>
+#include <espalier/extent_plan.h>
 
 #include <algorithm>
 #include <charconv>
@@ -16,8 +17,6 @@
 
 namespace espalier::cli {
 namespace {
-
-constexpr int64_t kMaxRanks = 1024;
 
 struct RunOptions {
   std::string checkpoint;
@@ -83,21 +82,28 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
   return executor;
 }
 
-// Sizes of 1 are what this build runs.
-Result<void> CheckParallel(const RunOptions& options) {
-  const Result<int64_t> tp = ParseInteger("--tp", options.tp, 1, kMaxRanks);
+struct Ranks {
+  int tp = 1;
+  int ep = 1;
+  int first = 0;  // global ranks to run
+  int count = 1;
+};
+
+Result<Ranks> ParseRanks(const RunOptions& options) {
+  const Result<int64_t> tp = ParseInteger("--tp", options.tp, 1, kMaxTp);
   if (!tp) return tl::unexpected(tp.error());
-  const Result<int64_t> ep = ParseInteger("--ep", options.ep, 1, kMaxRanks);
+  const Result<int64_t> ep = ParseInteger("--ep", options.ep, 1, kMaxTp);
   if (!ep) return tl::unexpected(ep.error());
-  if (!options.rank.empty()) {
-    const Result<int64_t> rank = ParseInteger("--rank", options.rank, 0, *tp * *ep - 1);
-    if (!rank) return tl::unexpected(rank.error());
-  }
-  if (*tp != 1 || *ep != 1) {
-    return Error(StatusCode::kUnsupported,
-                 fmt::format("--tp {} --ep {}: not built yet; legal: --tp 1 --ep 1", *tp, *ep));
-  }
-  return {};
+  Ranks ranks{.tp = static_cast<int>(*tp),
+              .ep = static_cast<int>(*ep),
+              .first = 0,
+              .count = static_cast<int>(*tp * *ep)};
+  if (options.rank.empty()) return ranks;
+  const Result<int64_t> rank = ParseInteger("--rank", options.rank, 0, *tp * *ep - 1);
+  if (!rank) return tl::unexpected(rank.error());
+  ranks.first = static_cast<int>(*rank);
+  ranks.count = 1;
+  return ranks;
 }
 
 Result<MoeInput> MakeInput(const RunOptions& options, const ModelConfig& config, const MoeLayer& layer,
@@ -118,8 +124,7 @@ Result<MoeInput> MakeInput(const RunOptions& options, const ModelConfig& config,
   return RandomMoeInput(size, *seed);
 }
 
-Result<PreparedExperts> Load(const Checkpoint& checkpoint, size_t layer, const RunOptions& options,
-                             Output& output) {
+Result<LoadOptions> MakeLoadOptions(const Checkpoint& checkpoint, const RunOptions& options, Output& output) {
   LoadOptions load;
   if (!options.activation.empty()) {
     const Result<Activation> activation = ParseActivation(options.activation);
@@ -128,9 +133,38 @@ Result<PreparedExperts> Load(const Checkpoint& checkpoint, size_t layer, const R
   } else if (!checkpoint.config().activation) {
     output.Note("no config names an activation: assuming silu");
   }
+  return load;
+}
+
+struct LayerRun {
+  MoeOutput output;
+  Activation activation;
+};
+
+// All ranks asked for, one after the other, so that one share is in memory at a time. The sum over the ranks
+// is the whole; a single rank's part is what it would hand to the all-reduce.
+Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                          const Ranks& ranks, const MoeInput& input, const Executor& executor,
+                          LoadOptions load) {
   Progress progress("loading");
   load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
-  return LoadExperts(checkpoint, layer, load);
+  const uint64_t hidden = checkpoint.layers()[layer].valid_hidden_channels;
+  Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * sizeof(float));
+  if (!y) return tl::unexpected(y.error());
+  std::fill_n(y->data(), y->size_bytes(), std::byte{0});
+  LayerRun run{.output = {.y = *std::move(y), .seconds = 0, .executor = {}}, .activation = {}};
+  for (int rank = ranks.first; rank < ranks.first + ranks.count; ++rank) {
+    if (ranks.count > 1) progress.SetLabel(fmt::format("rank {} of {}", rank, plan.world()));
+    const Result<PreparedExperts> experts = LoadExperts(checkpoint, plan, layer, rank, load);
+    if (!experts) return tl::unexpected(experts.error());
+    const std::vector<int32_t> map = ExpertMap(plan, layer, rank / plan.tp());
+    if (Result<void> added = AddLayer(*experts, input, executor.name, executor.mode, map, run.output);
+        !added) {
+      return tl::unexpected(added.error());
+    }
+    run.activation = experts->geometry().activation;
+  }
+  return run;
 }
 
 Result<void> CheckOptions(const RunOptions& options) {
@@ -143,14 +177,20 @@ Result<void> CheckOptions(const RunOptions& options) {
   return {};
 }
 
-void Report(const MoeLayer& layer, const PreparedExperts& experts, const MoeInput& input,
-            const MoeOutput& result, CpuMode mode, const std::string& path, Output& output) {
+void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, const LayerRun& run,
+            CpuMode mode, const std::string& path, Output& output) {
+  const MoeOutput& result = run.output;
   const bool has_mode = result.executor == "cpu";
-  const std::string activation = ActivationText(experts.geometry().activation);
+  const std::string activation = ActivationText(run.activation);
   output.Print("layer {}: {} tokens, top-{}, {} experts, {}\n", layer.label, input.tokens, input.top_k,
                layer.experts, activation);
   output.Print("executor {}{}{}, {:.6f} s\n", result.executor, has_mode ? " " : "",
                has_mode ? CpuModeName(mode) : "", result.seconds);
+  if (ranks.count > 1) output.Print("sum over {} ranks: tp {}, ep {}\n", ranks.count, ranks.tp, ranks.ep);
+  if (ranks.count == 1 && ranks.tp * ranks.ep > 1) {
+    output.Print("part of rank {} of {}: tp {}, ep {}\n", ranks.first, ranks.tp * ranks.ep, ranks.tp,
+                 ranks.ep);
+  }
   if (!path.empty()) output.Print("wrote {}\n", path);
   output.Document({{"schema", "espalier.run/1"},
                    {"layer", LayerId(layer)},
@@ -161,8 +201,9 @@ void Report(const MoeLayer& layer, const PreparedExperts& experts, const MoeInpu
                    {"executor", result.executor},
                    {"mode", has_mode ? Json(CpuModeName(mode)) : Json()},
                    {"seconds", result.seconds},
-                   {"tp", 1},
-                   {"ep", 1},
+                   {"tp", ranks.tp},
+                   {"ep", ranks.ep},
+                   {"rank", ranks.count == ranks.tp * ranks.ep ? Json() : Json(ranks.first)},
                    {"output", TextOrNull(path)}});
 }
 
@@ -174,10 +215,13 @@ Result<int> Run(const RunOptions& options, Output& output) {
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<size_t> position = checkpoint->FindLayer(options.layer);
   if (!position) return tl::unexpected(position.error());
-  if (Result<void> parallel = CheckParallel(options); !parallel) {
-    output.SetLegalTp(checkpoint->LegalTpSizes());
-    return tl::unexpected(parallel.error());
-  }
+  output.SetLegalTp(checkpoint->LegalTpSizes());
+  const Result<Ranks> ranks = ParseRanks(options);
+  if (!ranks) return tl::unexpected(ranks.error());
+  const Result<ExtentPlan> plan =
+      ExtentPlan::Create(*checkpoint, {.tp = ranks->tp, .ep = ranks->ep, .equal = false});
+  if (!plan) return tl::unexpected(plan.error());
+  output.SetLegalTp({});
   const MoeLayer& layer = checkpoint->layers()[*position];
   if (Result<void> usable = checkpoint->CheckUsable(layer.label); !usable) {
     return tl::unexpected(usable.error());
@@ -185,20 +229,20 @@ Result<int> Run(const RunOptions& options, Output& output) {
   // The input first: it is small, and a wrong one should not cost the reading of a layer.
   const Result<MoeInput> input = MakeInput(options, checkpoint->config(), layer, output);
   if (!input) return tl::unexpected(input.error());
-  const Result<PreparedExperts> experts = Load(*checkpoint, *position, options, output);
-  if (!experts) return tl::unexpected(experts.error());
-  const Result<MoeOutput> result = RunLayer(*experts, *input, executor->name, executor->mode, Dtype::kF32);
-  if (!result) return tl::unexpected(result.error());
+  const Result<LoadOptions> load = MakeLoadOptions(*checkpoint, options, output);
+  if (!load) return tl::unexpected(load.error());
+  const Result<LayerRun> run = RunRanks(*checkpoint, *plan, *position, *ranks, *input, *executor, *load);
+  if (!run) return tl::unexpected(run.error());
   if (!options.output.empty()) {
     const TensorData y{.name = "y",
                        .dtype = Dtype::kF32,
-                       .shape = {input->tokens, experts->geometry().hidden_channels},
-                       .data = result->y.span()};
+                       .shape = {input->tokens, layer.valid_hidden_channels},
+                       .data = run->output.y.span()};
     if (Result<void> written = WriteSafetensors(options.output, std::span(&y, 1)); !written) {
       return tl::unexpected(written.error());
     }
   }
-  Report(layer, *experts, *input, *result, executor->mode, options.output, output);
+  Report(layer, *ranks, *input, *run, executor->mode, options.output, output);
   return kExitOk;
 }
 
@@ -227,9 +271,10 @@ void AddRun(CLI::App& app, Invocation& invocation) {
   command->add_option("--executor", options->executor, "reference, cpu or cuda; cpu by default");
   command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
   command->add_option("--device", options->device, "cpu or cuda[:INDEX]")->capture_default_str();
-  command->add_option("--tp", options->tp, "Tensor-parallel ranks; 1 in this build")->capture_default_str();
-  command->add_option("--rank", options->rank, "Run this rank only");
-  command->add_option("--ep", options->ep, "Expert-parallel ranks; 1 in this build")->capture_default_str();
+  command->add_option("--tp", options->tp, "Tensor-parallel ranks, run one after the other and summed")
+      ->capture_default_str();
+  command->add_option("--rank", options->rank, "Run this rank only: ep_rank * tp + tp_rank");
+  command->add_option("--ep", options->ep, "Expert-parallel ranks")->capture_default_str();
   command->callback([options, &invocation] {
     invocation.run = [options](Output& output) { return Run(*options, output); };
   });
