@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who owns which channels: the slot planner against its published tables, the general planner by its
+// properties, and the sum over the ranks against the whole layer.
+#include <espalier/extent_plan.h>
+#include <espalier/moe.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "support/checkpoint_writer.h"
+#include "support/memory_file_system.h"
+
+namespace espalier {
+namespace {
+
+using testing::CheckpointFiles;
+using testing::CheckpointModel;
+using ::testing::HasSubstr;
+using testing::MemoryFileSystem;
+using testing::ModelShape;
+
+// The Kimi-class container of docs/format.md: 96 slots, layers 1 to 92.
+const SlotGrid kGrid{.num_slots = 96, .extent_alignment_slots = 4, .extent_barriers = {48}};
+
+std::vector<uint64_t> KimiLayers() {
+  std::vector<uint64_t> layers(92);
+  std::iota(layers.begin(), layers.end(), uint64_t{1});
+  return layers;
+}
+
+std::vector<SlotExtent> PlanLayer(uint64_t layer, int tp) {
+  std::vector<SlotExtent> extents;
+  for (int rank = 0; rank < tp; ++rank) {
+    const Result<SlotExtent> extent = PlanSlotExtent(kGrid, KimiLayers(), layer, tp, rank);
+    EXPECT_TRUE(extent.has_value()) << extent.error().message();
+    if (extent) extents.push_back(*extent);
+  }
+  return extents;
+}
+
+TEST(SlotPlanner, GivesThePublishedExtents) {
+  EXPECT_EQ(PlanLayer(1, 3), (std::vector<SlotExtent>{{0, 24}, {24, 24}, {48, 48}}));
+  EXPECT_EQ(PlanLayer(1, 9),
+            (std::vector<SlotExtent>{
+                {0, 12}, {12, 12}, {24, 8}, {32, 8}, {40, 8}, {48, 12}, {60, 12}, {72, 12}, {84, 12}}));
+  EXPECT_EQ(PlanLayer(2, 9),
+            (std::vector<SlotExtent>{
+                {84, 12}, {0, 12}, {12, 12}, {24, 8}, {32, 8}, {40, 8}, {48, 12}, {60, 12}, {72, 12}}));
+  EXPECT_EQ(
+      PlanLayer(1, 10),
+      (std::vector<SlotExtent>{
+          {0, 12}, {12, 12}, {24, 8}, {32, 8}, {40, 8}, {48, 12}, {60, 12}, {72, 8}, {80, 8}, {88, 8}}));
+  EXPECT_EQ(
+      PlanLayer(2, 10),
+      (std::vector<SlotExtent>{
+          {80, 8}, {88, 8}, {0, 12}, {12, 12}, {24, 8}, {32, 8}, {40, 8}, {48, 12}, {60, 12}, {72, 8}}));
+}
+
+struct Total {
+  int tp;
+  uint64_t low;
+  uint64_t high;
+};
+constexpr Total kTotals[] = {
+    {2, 4416, 4416}, {3, 2928, 2952}, {4, 2208, 2208}, {5, 1760, 1776}, {6, 1472, 1472}, {7, 1260, 1264},
+    {8, 1104, 1104}, {9, 976, 984},   {10, 880, 884},  {11, 800, 808},  {12, 736, 736},  {13, 676, 680},
+    {14, 628, 632},  {15, 584, 592},  {16, 544, 560},  {17, 512, 524},  {18, 488, 496},  {19, 456, 468},
+    {20, 440, 448},  {21, 416, 424},  {22, 400, 404},  {23, 384, 384},  {24, 368, 368}};
+
+TEST(SlotPlanner, CoversEveryLayerWithThePublishedTotals) {
+  const std::vector<uint64_t> layers = KimiLayers();
+  for (const Total& expected : kTotals) {
+    std::vector<uint64_t> totals(static_cast<size_t>(expected.tp));
+    for (const uint64_t layer : layers) {
+      std::vector<int> owners(kGrid.num_slots);
+      const std::vector<SlotExtent> extents = PlanLayer(layer, expected.tp);
+      ASSERT_EQ(extents.size(), static_cast<size_t>(expected.tp));
+      for (size_t rank = 0; rank < extents.size(); ++rank) {
+        totals[rank] += extents[rank].slots;
+        for (uint64_t s = 0; s < extents[rank].slots; ++s) ++owners.at(extents[rank].first_slot + s);
+        EXPECT_EQ(extents[rank].first_slot % 4 + extents[rank].slots % 4, 0u);
+        EXPECT_FALSE(extents[rank].first_slot < 48 && extents[rank].first_slot + extents[rank].slots > 48);
+      }
+      ASSERT_THAT(owners, ::testing::Each(1)) << "tp " << expected.tp << ", layer " << layer;
+    }
+    EXPECT_EQ(*std::min_element(totals.begin(), totals.end()), expected.low) << "tp " << expected.tp;
+    EXPECT_EQ(*std::max_element(totals.begin(), totals.end()), expected.high) << "tp " << expected.tp;
+  }
+}
+
+TEST(SlotPlanner, RefusesWhatItsRuleDoesNotCover) {
+  const std::vector<uint64_t> layers = KimiLayers();
+  struct Case {
+    SlotGrid grid;
+    uint64_t layer;
+    int tp;
+    int rank;
+    const char* message;
+  };
+  const SlotGrid no_barrier{96, 4, {}}, off_centre{96, 4, {44}}, two{96, 4, {24, 48}}, five{96, 5, {48}},
+      odd{97, 4, {48}};
+  const Case cases[] = {{kGrid, 0, 4, 0, "layer 0"},           {kGrid, 93, 4, 0, "layer 93"},
+                        {kGrid, 1, 1, 0, "legal: 2..24"},      {kGrid, 1, 25, 0, "legal: 2..24"},
+                        {kGrid, 1, 4, 4, "legal: 0..3"},       {kGrid, 1, 4, -1, "legal: 0..3"},
+                        {no_barrier, 1, 4, 0, "exactly [48]"}, {off_centre, 1, 4, 0, "exactly [48]"},
+                        {two, 1, 4, 0, "exactly [48]"},        {five, 1, 4, 0, "a divisor of 48"},
+                        {odd, 1, 4, 0, "an even number"}};
+  for (const Case& c : cases) {
+    const Result<SlotExtent> extent = PlanSlotExtent(c.grid, layers, c.layer, c.tp, c.rank);
+    ASSERT_FALSE(extent.has_value()) << c.message;
+    EXPECT_EQ(extent.error().code(), StatusCode::kGeometry);
+    EXPECT_THAT(extent.error().message(), HasSubstr(c.message));
+  }
+  EXPECT_TRUE(PlanSlotExtent(kGrid, layers, 92, 24, 23).has_value());
+}
+
+// A checkpoint in memory, with the file system that it reads from.
+struct OpenModel {
+  std::unique_ptr<MemoryFileSystem> files;
+  std::optional<Checkpoint> checkpoint;
+};
+
+OpenModel Open(const CheckpointFiles& files) {
+  OpenModel model{.files = std::make_unique<MemoryFileSystem>(), .checkpoint = std::nullopt};
+  for (const auto& [name, bytes] : files.Serialize()) model.files->Write("/model/" + name, bytes);
+  Result<Checkpoint> checkpoint = Checkpoint::Open("/model", {.file_system = model.files.get()});
+  EXPECT_TRUE(checkpoint.has_value()) << checkpoint.error().message();
+  if (checkpoint) model.checkpoint.emplace(*std::move(checkpoint));
+  return model;
+}
+
+// Ranks are disjoint, contiguous, on the grid, and cover the layer; segments cover the extent exactly.
+void ExpectCover(const Checkpoint& checkpoint, const ExtentPlan& plan) {
+  for (const LayerExtents& layer : plan.layers()) {
+    const MoeLayer& info = checkpoint.layers()[layer.layer];
+    std::vector<int> owners(info.intermediate_channels / kHadamardChannels);
+    for (const RankExtent& extent : layer.ranks) {
+      if (extent.channels == 0) {
+        EXPECT_EQ(extent.first_channel, 0u);
+        EXPECT_TRUE(extent.segments.empty());
+        EXPECT_EQ(extent.weight_bytes, 0u);
+        continue;
+      }
+      ASSERT_EQ(extent.first_channel % kHadamardChannels + extent.channels % kHadamardChannels, 0u);
+      uint64_t at = extent.first_channel;
+      for (const SliceExtent& segment : extent.segments) {
+        const uint64_t width = info.intermediate_channels / info.slices;
+        EXPECT_EQ(segment.slice * width + segment.first_channel, at);
+        EXPECT_LE(segment.first_channel + segment.channels, width);
+        at += segment.channels;
+      }
+      EXPECT_EQ(at, extent.first_channel + extent.channels);
+      for (uint64_t b = 0; b < extent.channels / kHadamardChannels; ++b)
+        ++owners.at(extent.first_channel / kHadamardChannels + b);
+    }
+    EXPECT_THAT(owners, ::testing::Each(1)) << "layer " << info.label << " at tp " << plan.tp();
+  }
+}
+
+std::vector<uint64_t> ChannelsOf(const LayerExtents& layer) {
+  std::vector<uint64_t> channels;
+  for (const RankExtent& extent : layer.ranks) channels.push_back(extent.channels);
+  return channels;
+}
+
+TEST(ExtentPlan, SharesUnevenlyAndTakesTurns) {
+  ModelShape shape;
+  shape.layers = {1, 2, 3, 4, 5};
+  shape.experts = 1;
+  shape.intermediate_channels = 2304;
+  shape.bits = 1;
+  shape.dense = false;
+  const OpenModel model = Open(testing::WriteStock(testing::RandomModel(shape, 1)));
+  const Result<ExtentPlan> plan = ExtentPlan::Create(*model.checkpoint, {.tp = 4, .ep = 1, .equal = false});
+  ASSERT_TRUE(plan.has_value()) << plan.error().message();
+  EXPECT_THAT(ChannelsOf(plan->layers()[0]), ::testing::ElementsAre(640, 640, 512, 512));
+  EXPECT_THAT(ChannelsOf(plan->layers()[1]), ::testing::ElementsAre(512, 512, 640, 640));
+  const Result<ExtentPlan> equal = ExtentPlan::Create(*model.checkpoint, {.tp = 4, .ep = 1, .equal = true});
+  ASSERT_FALSE(equal.has_value());
+  EXPECT_EQ(equal.error().code(), StatusCode::kGeometry);
+  EXPECT_THAT(equal.error().message(), HasSubstr("576"));
+  EXPECT_THAT(equal.error().message(), HasSubstr("legal tp: 1, 2, 3, 6, 9, 18"));
+  EXPECT_TRUE(ExtentPlan::Create(*model.checkpoint, {.tp = 6, .ep = 1, .equal = true}).has_value());
+}
+
+TEST(ExtentPlan, KeepsTotalsWithinOneBlockOverAnyRunOfLayers) {
+  ModelShape shape;
+  shape.layers = {3, 4, 5, 6, 7, 8, 9};
+  shape.experts = 1;
+  shape.intermediate_channels = 128 * 7;
+  shape.bits = 1;
+  shape.dense = false;
+  const OpenModel model = Open(testing::WriteStock(testing::RandomModel(shape, 2)));
+  for (int tp = 1; tp <= 24; ++tp) {
+    const Result<ExtentPlan> plan =
+        ExtentPlan::Create(*model.checkpoint, {.tp = tp, .ep = 1, .equal = false});
+    ASSERT_TRUE(plan.has_value()) << plan.error().message();
+    ExpectCover(*model.checkpoint, *plan);
+    for (size_t first = 0; first < plan->layers().size(); ++first) {
+      std::vector<uint64_t> totals(static_cast<size_t>(tp));
+      for (size_t layer = first; layer < plan->layers().size(); ++layer) {
+        for (size_t rank = 0; rank < totals.size(); ++rank)
+          totals[rank] += plan->layers()[layer].ranks[rank].channels;
+        const auto [low, high] = std::minmax_element(totals.begin(), totals.end());
+        EXPECT_LE(*high - *low, kHadamardChannels) << "tp " << tp << ", layers " << first << ".." << layer;
+      }
+    }
+  }
+}
+
+TEST(ExtentPlan, RefusesSizesOutOfRange) {
+  ModelShape shape;
+  shape.dense = false;
+  const OpenModel model = Open(testing::WriteStock(testing::RandomModel(shape, 3)));
+  for (const auto& [tp, ep] : {std::pair{0, 1}, {-1, 1}, {1025, 1}, {1, 0}, {1, 1025}, {1024, 1024}}) {
+    const Result<ExtentPlan> plan =
+        ExtentPlan::Create(*model.checkpoint, {.tp = tp, .ep = ep, .equal = false});
+    ASSERT_FALSE(plan.has_value()) << tp << " " << ep;
+    EXPECT_EQ(plan.error().code(), StatusCode::kGeometry);
+  }
+}
+
+struct Tokens {
+  uint64_t count = 5;
+  uint32_t top_k = 3;
+  std::vector<float> x;
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+
+Tokens Draw(std::mt19937_64& random, const MoeLayer& layer) {
+  Tokens tokens;
+  for (uint64_t i = 0; i < tokens.count * layer.valid_hidden_channels; ++i) {
+    tokens.x.push_back(static_cast<float>(random() % 2001) / 500.0f - 2.0f);
+  }
+  for (uint64_t i = 0; i < tokens.count * tokens.top_k; ++i) {
+    tokens.ids.push_back(static_cast<int32_t>(random() % (layer.experts + 1)) - 1);
+    tokens.weights.push_back(static_cast<float>(random() % 1000) / 999.0f);
+  }
+  return tokens;
+}
+
+// y += the package's part, on the cpu executor.
+void Add(const PreparedExperts& experts, const Tokens& tokens, const std::vector<int32_t>& map,
+         std::vector<float>& y) {
+  MoePlanOptions options;
+  options.max_tokens = tokens.count;
+  options.top_k = tokens.top_k;
+  options.executor = "cpu";
+  options.checked_ids = true;
+  const Result<MoePlan> plan = MoePlan::Create(experts, options);
+  ASSERT_TRUE(plan.has_value()) << plan.error().message();
+  Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
+  ASSERT_TRUE(workspace.has_value());
+  const uint64_t hidden = experts.geometry().hidden_channels;
+  MoeArgs args;
+  args.num_tokens = tokens.count;
+  args.x = tokens.x.data();
+  args.x_row_stride = hidden;
+  args.topk_ids = tokens.ids.data();
+  args.topk_ids_row_stride = tokens.top_k;
+  args.topk_weights = tokens.weights.data();
+  args.topk_weights_row_stride = tokens.top_k;
+  args.expert_map = map.empty() ? nullptr : map.data();
+  args.expert_map_size = static_cast<uint32_t>(map.size());
+  args.y = y.data();
+  args.y_row_stride = hidden;
+  args.accumulate = true;
+  args.workspace = workspace->data();
+  args.workspace_bytes = workspace->size_bytes();
+  const Result<void> run = RunMoe(*plan, experts, args);
+  ASSERT_TRUE(run.has_value()) << run.error().message();
+}
+
+double RelL2(const std::vector<float>& expected, const std::vector<float>& found) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    difference += std::pow(static_cast<double>(expected[i]) - found[i], 2);
+    norm += std::pow(static_cast<double>(expected[i]), 2);
+  }
+  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
+}
+
+void ExpectSumIsWhole(const Checkpoint& checkpoint, int tp, int ep, std::mt19937_64& random) {
+  const Result<ExtentPlan> plan = ExtentPlan::Create(checkpoint, {.tp = tp, .ep = ep, .equal = false});
+  ASSERT_TRUE(plan.has_value()) << plan.error().message();
+  ExpectCover(checkpoint, *plan);
+  for (size_t l = 0; l < checkpoint.layers().size(); ++l) {
+    const MoeLayer& layer = checkpoint.layers()[l];
+    const Tokens tokens = Draw(random, layer);
+    std::vector<float> whole(tokens.count * layer.valid_hidden_channels), sum(whole.size());
+    const Result<PreparedExperts> all = LoadExperts(checkpoint, l);
+    ASSERT_TRUE(all.has_value()) << all.error().message();
+    Add(*all, tokens, {}, whole);
+    uint64_t code_bytes = 0;
+    for (int rank = 0; rank < plan->world(); ++rank) {
+      const Result<PreparedExperts> part = LoadExperts(checkpoint, *plan, l, rank);
+      ASSERT_TRUE(part.has_value()) << part.error().message();
+      code_bytes += part->code_bytes();
+      Add(*part, tokens, ExpertMap(*plan, l, rank / tp), sum);
+    }
+    EXPECT_EQ(code_bytes, all->code_bytes()) << "each code is owned once";
+    EXPECT_LE(RelL2(whole, sum), 2e-6) << checkpoint.layout_name() << " tp " << tp << " ep " << ep;
+  }
+}
+
+TEST(ExtentPlan, SumOverRanksIsTheWholeInEveryLayout) {
+  std::mt19937_64 random(7);
+  ModelShape whole;
+  whole.intermediate_channels = 640;
+  whole.experts = 5;
+  whole.layers = {2, 3};
+  whole.bias = true;
+  ModelShape shared = whole;
+  shared.bias = false;
+  shared.shared_hidden = true;
+  ModelShape container = shared;
+  container.intermediate_channels = 1024;
+  container.bits = 3;
+  container.codebook = Codebook::kMcg;
+  ModelShape sliced = shared;
+  sliced.intermediate_channels = 4 * 256;
+  sliced.slices = 4;
+  sliced.bits_by_expert = true;
+  sliced.codebook = Codebook::kMcg;
+  sliced.min_bits = 3;
+  sliced.max_bits = 6;
+  const OpenModel models[] = {
+      Open(testing::WriteStock(testing::RandomModel(whole, 11))),
+      Open(testing::WriteR7(testing::RandomModel(shared, 12))),
+      Open(testing::WriteExl3V1(testing::RandomModel(container, 13))),
+      Open(testing::WriteRankSliced(testing::RandomModel(sliced, 14))),
+      Open(testing::WriteRankSliced(testing::RandomModel(sliced, 15), {.shared_h = true}))};
+  for (const OpenModel& model : models) {
+    ASSERT_TRUE(model.checkpoint.has_value());
+    for (const int tp : {1, 2, 3, 4, 5, 8, 11, 24}) {
+      for (const int ep : {1, 2, 3, 5}) {
+        if (ep > 1 && tp > 3) continue;
+        ExpectSumIsWhole(*model.checkpoint, tp, ep, random);
+      }
+    }
+  }
+}
+
+TEST(ExtentPlan, CountsTheBytesThatARankReads) {
+  ModelShape shape;
+  shape.intermediate_channels = 384;
+  shape.experts = 4;
+  shape.shared_hidden = true;
+  shape.dense = false;
+  for (const OpenModel& model : {Open(testing::WriteStock(testing::RandomModel(shape, 21))),
+                                 Open(testing::WriteR7(testing::RandomModel(shape, 22)))}) {
+    for (const int ep : {1, 3}) {
+      const Result<ExtentPlan> plan =
+          ExtentPlan::Create(*model.checkpoint, {.tp = 2, .ep = ep, .equal = false});
+      ASSERT_TRUE(plan.has_value()) << plan.error().message();
+      for (int rank = 0; rank < plan->world(); ++rank) {
+        uint64_t markers = 0;
+        for (size_t l = 0; l < model.checkpoint->layers().size(); ++l) {
+          const ExpertRange range = plan->Experts(l, rank / 2);
+          for (uint32_t e = 0; e < range.experts; ++e) {
+            for (int p = 0; p < kNumProjections; ++p) {
+              const MatrixInfo info =
+                  model.checkpoint->Matrix(l, range.first_expert + e, static_cast<Projection>(p), 0);
+              markers += info.marker == kNoTensor ? 0 : sizeof(uint32_t);
+            }
+          }
+        }
+        const uint64_t before = model.files->bytes_read();
+        for (size_t l = 0; l < model.checkpoint->layers().size(); ++l) {
+          ASSERT_TRUE(LoadExperts(*model.checkpoint, *plan, l, rank).has_value());
+        }
+        EXPECT_EQ(model.files->bytes_read() - before, plan->WeightBytes(rank) + markers) << "rank " << rank;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace espalier
