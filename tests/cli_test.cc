@@ -321,12 +321,12 @@ TEST(CliRefusals, FilesAndFeatures) {
       {{"verify", kFixtures + "/v1-lut-fp16"}, 5, "unsupported"},
       {{"run", kQwen, "--layer", "1", "--mode", "fast"}, 5, "unsupported"},
       {{"run", kQwen, "--layer", "1", "--mode", "int8"}, 5, "unsupported"},
-      {{"run", kQwen, "--layer", "1", "--tp", "2"}, 5, "unsupported"},
-      {{"run", kQwen, "--layer", "1", "--ep", "1024"}, 5, "unsupported"},
       {{"run", kQwen, "--layer", "1", "--tp", "0"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tp", "1025"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tp", "99999999999999999999"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--ep", "-1"}, 6, "geometry"},
+      {{"run", kQwen, "--layer", "1", "--tp", "1024", "--ep", "1024"}, 6, "geometry"},
+      {{"run", kFixtures + "/v1-k3", "--layer", "1", "--tp", "25"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tp", "1", "--rank", "1"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tokens", "1048577"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--device", "cuda"}, 7, "device"},
@@ -340,6 +340,37 @@ TEST(CliRefusals, ATpErrorNamesTheLegalSizes) {
   const JsonResult result = EspalierJson({"run", kBundled, "--layer", "0", "--tp", "0"});
   EXPECT_EQ(result.exit_code, 6);
   EXPECT_EQ(result.document.at("error").at("legal_tp"), Json({1, 2, 3, 4}));
+}
+
+// The sum over all ranks is the whole, and so is the sum of ranks run one by one.
+TEST(CliRun, RanksAddUpToTheLayer) {
+  const TemporaryDirectory directory;
+  const std::string whole = directory.path() / "whole.safetensors";
+  const std::string sum = directory.path() / "sum.safetensors";
+  for (const std::string& checkpoint :
+       {kFixtures + "/rs-shared-h", kFixtures + "/v1-k3", std::string(kQwen)}) {
+    const std::string layer = checkpoint == kFixtures + "/rs-shared-h" ? "3" : "1";
+    const auto run = [&](const std::string& output, std::vector<std::string> more) {
+      std::vector<std::string> arguments = {"run",      checkpoint, "--layer", layer,
+                                            "--tokens", "9",        "-o",      output};
+      arguments.insert(arguments.end(), more.begin(), more.end());
+      const JsonResult result = EspalierJson(arguments);
+      EXPECT_EQ(result.exit_code, 0) << result.standard_error;
+      return result;
+    };
+    run(whole, {});
+    for (const std::vector<std::string>& ranks :
+         {std::vector<std::string>{"--tp", "2"}, {"--tp", "3", "--ep", "2"}, {"--tp", "8"}}) {
+      const JsonResult result = run(sum, ranks);
+      EXPECT_EQ(result.document.at("tp"), std::stoi(ranks[1]));
+      const JsonResult compared = EspalierJson({"compare", sum, whole, "--max-rel-l2", "2e-6"});
+      EXPECT_EQ(compared.exit_code, 0) << compared.document.dump();
+    }
+    const JsonResult part = run(sum, {"--tp", "2", "--rank", "1"});
+    EXPECT_EQ(part.document.at("rank"), 1);
+    EXPECT_EQ(EspalierJson({"compare", sum, whole, "--max-rel-l2", "1e-2"}).exit_code, 1)
+        << "one rank is not the whole";
+  }
 }
 
 TEST(CliInspect, BundledCheckpoint) {
