@@ -95,7 +95,9 @@ std::vector<RefusalCase> ConfigCases() {
          return text;
        }),
        Format({kConfig})},
-      {"nan", base, RawConfig([](std::string text) { return text.insert(1, "\"x\": NaN,"); }),
+      {"nan", base, RawConfig([](std::string text) { return text.insert(1, "\"x\": [NaN, -Infinity],"); }),
+       Accepted()},
+      {"nan_in_a_word", base, RawConfig([](std::string text) { return text.insert(1, "\"x\": NaNa,"); }),
        Format({kConfig})},
       {"no_config", base, [](CheckpointFiles& files) { files.json.erase(kConfig); }, Accepted()},
       {"unknown_keys", base,

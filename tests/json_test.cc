@@ -99,6 +99,17 @@ TEST(JsonTest, RefusesWhatIsNotJson) {
   EXPECT_NE(Refusal(std::string_view("\0{}", 3)), "");
 }
 
+TEST(JsonTest, NonFiniteNumbersBecomeNull) {
+  EXPECT_EQ(NonFiniteAsNull(R"({"a":NaN,"b":[0.0, Infinity,-Infinity ],"c":NaN})"),
+            R"({"a":null,"b":[0.0, null,null ],"c":null})");
+  EXPECT_EQ(NonFiniteAsNull(R"({"NaN":"Infinity","\"Infinity":"\\"})"),
+            R"({"NaN":"Infinity","\"Infinity":"\\"})");
+  // Whatever is no such word stays, to be refused.
+  for (const char* text : {"{\"a\":NaNs}", "{\"a\":+Infinity}", "{\"a\":nan}", "{\"a\":\"NaN", "\"\\", ""}) {
+    EXPECT_EQ(NonFiniteAsNull(text), text);
+  }
+}
+
 TEST(JsonTest, RefusesAKeyThatOccursTwice) {
   EXPECT_THAT(Refusal(R"({"a":1,"b":2,"a":1})"), HasSubstr("key 'a' occurs twice"));
   EXPECT_THAT(Refusal(R"({"a":1,"\u0061":2})"), HasSubstr("key 'a' occurs twice"));

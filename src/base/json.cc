@@ -100,6 +100,26 @@ Result<JsonDocument> JsonDocument::Parse(std::string_view text, std::string_view
   return document;
 }
 
+std::string NonFiniteAsNull(std::string_view text) {
+  constexpr std::string_view kWordEnds = " \t\r\n,:[]{}\"";
+  std::string result;
+  result.reserve(text.size() + 1);
+  for (size_t at = 0; at < text.size();) {
+    size_t end = at + 1;
+    if (text[at] == '"') {
+      while (end < text.size() && text[end] != '"') end += text[end] == '\\' ? 2 : 1;
+      end = std::min(end + 1, text.size());
+    } else if (kWordEnds.find(text[at]) == std::string_view::npos) {
+      end = std::min(text.find_first_of(kWordEnds, at), text.size());
+    }
+    const std::string_view word = text.substr(at, end - at);
+    const bool not_finite = word == "NaN" || word == "Infinity" || word == "-Infinity";
+    result += not_finite ? "null" : word;
+    at = end;
+  }
+  return result;
+}
+
 std::string_view JsonTypeName(simdjson::dom::element element) {
   switch (element.type()) {
     case element_type::ARRAY:

@@ -32,6 +32,11 @@ class JsonDocument {
   simdjson::dom::element root_;
 };
 
+// Python's json module writes a float without a finite value as NaN, Infinity or -Infinity, and configs of
+// published models hold such ("time_step_limit": [0.0, Infinity]). The text with `null` in their place;
+// strings stay as they are.
+std::string NonFiniteAsNull(std::string_view text);
+
 // Short name of an element's type for messages: "object", "string", "negative integer" ...
 std::string_view JsonTypeName(simdjson::dom::element element);
 

@@ -172,7 +172,9 @@ Result<std::unique_ptr<JsonFile>> ReadRequiredJson(const ShardSet& shards, const
   if (!file) return tl::unexpected(file.error());
   const auto text = ReadTextFile(**file, kMaxJsonFileBytes);
   if (!text) return tl::unexpected(text.error());
-  auto document = JsonDocument::Parse(*text, name);
+  // Configs come from Python's json module; an index and a manifest hold no real numbers.
+  const bool is_config = name.ends_with("config.json");
+  auto document = JsonDocument::Parse(is_config ? NonFiniteAsNull(*text) : *text, name);
   if (!document) return tl::unexpected(document.error());
   return std::make_unique<JsonFile>(JsonFile{name, std::move(*document)});
 }
