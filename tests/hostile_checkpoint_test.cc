@@ -241,6 +241,8 @@ std::vector<RefusalCase> TailCases() {
        Unsupported({config, "tensor_schema"})},
       {"bits_9", base, SetTail("bits", 9), Format({config, "bits", "9"})},
       {"bits_word", base, SetTail("bits", "various"), Format({config, "bits", "various", "mixed"})},
+      {"mixed_without_a_table", base,
+       Both(SetTail("bits", "mixed"), EraseJson(config, "/hybrid_tr3_tail/bits_per_expert")), Accepted()},
       {"k_values_with_9", base, SetTail("k_values", {3, 9}), Format({config, "k_values", "9"})},
       {"rotation_layout_unknown", base, SetTail("rotation_layout", "shared_h_v9"),
        Unsupported({config, "rotation_layout", "shared_h_v9", "per_expert_v1", "shared_h_v1"})},

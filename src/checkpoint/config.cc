@@ -277,7 +277,6 @@ Result<void> ReadTailBits(const JsonObject& tail, RankSlicedConfig& config) {
         return Error(StatusCode::kFormat, fmt::format("{}: found '{}', legal: 'mixed' or an integer 1..8",
                                                       tail.Place("bits"), text));
       }
-      config.mixed = true;
     } else {
       const auto number = tail.Unsigned("bits");
       if (!number) return tl::unexpected(number.error());

@@ -24,7 +24,6 @@ struct RankSlicedConfig {
   uint64_t slices = 0;
   std::optional<std::pair<uint64_t, uint64_t>> moe_layers;  // first and last, inclusive
   std::optional<uint64_t> experts;
-  bool mixed = false;
   std::optional<uint64_t> bits;
   std::string tier_file;  // empty when no table is named
   std::string tier_field;
