@@ -557,6 +557,41 @@ TEST_P(Conformance, MixedMagnitudes) {
   }
 }
 
+// One channel of a rotation of 128 may be a sum that cancels: its error is small against the whole block.
+TEST(NarrowCuts, StayWithinTheGateOfTheUncutLayer) {
+  struct Cut {
+    uint32_t hidden, intermediate;
+  };
+  for (const Cut& size : {Cut{1, 128}, Cut{2, 1}, Cut{7, 65}, Cut{128, 1}, Cut{33, 3}}) {
+    for (uint64_t seed = 1; seed <= 20; ++seed) {
+      test::ExpertsSpec spec{.experts = 3,
+                             .hidden_channels = size.hidden,
+                             .stored_hidden_channels = 128,
+                             .activation = {},
+                             .segments = {{.channels = 128, .valid_channels = size.intermediate}},
+                             .format = MixedFormat,
+                             .seed = seed};
+      const PreparedExperts cut = MakeExperts(spec);
+      spec.hidden_channels = 128;
+      spec.segments[0].valid_channels = 128;
+      MoeCall call = RandomCall(cut, 1, 1, seed);
+      call.ids = {static_cast<int64_t>(seed % 3)};
+      MoeCall wide = call;
+      wide.x.resize(128, 0.0);
+      call.output = wide.output = Dtype::kF64;
+      double norm = 0;
+      for (const double y : RunCall(MakeExperts(spec), wide, "reference").values) norm = std::hypot(norm, y);
+      const std::vector<double> expected = RunCall(cut, call, "reference").values;
+      call.output = Dtype::kF32;
+      const std::vector<double> actual = RunCall(cut, call, "cpu").values;
+      double error = 0;
+      for (size_t i = 0; i < expected.size(); ++i) error = std::hypot(error, expected[i] - actual[i]);
+      EXPECT_LE(error, kExactGate * norm)
+          << size.hidden << " of 128, " << size.intermediate << " of 128, seed " << seed;
+    }
+  }
+}
+
 // Not the reference: its dense oracle rounds weights, and the golden vectors are sharper.
 TEST(WideRows, StayWithinHalfTheGate) {
   const PreparedExperts experts = MakeExperts(
