@@ -191,7 +191,7 @@ bool Supports(const Backend& backend, const PreparedExperts& experts, const MoeI
   options.top_k = input.top_k;
   options.executor = std::string(backend.name());
   options.mode = mode;
-  return backend.Supports(experts, options).has_value();
+  return backend.Supports(experts.table(), options).has_value();
 }
 
 // Every (executor, mode) that can run the layer, against the reference.

@@ -40,6 +40,7 @@ class CountingFileSystem : public FileSystem {
     CountingFile(std::unique_ptr<File> file, std::atomic<uint64_t>& bytes_read)
         : File(file->path()), file_(std::move(file)), bytes_read_(bytes_read) {}
     uint64_t size_bytes() const override { return file_->size_bytes(); }
+    Result<void> CheckUnchanged() const override { return file_->CheckUnchanged(); }
     Result<size_t> ReadSome(uint64_t offset, std::span<std::byte> target) const override {
       Result<size_t> count = file_->ReadSome(offset, target);
       if (count) bytes_read_ += *count;

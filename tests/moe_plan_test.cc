@@ -64,7 +64,7 @@ TEST(MoePlan, DescribesThePackage) {
   EXPECT_EQ(plan.max_segments_per_expert(), 2u);
   EXPECT_EQ(plan.max_intermediate_channels(), 384u);
   EXPECT_EQ(plan.geometry(), experts.geometry());
-  EXPECT_EQ(plan.workspace_bytes(), plan.backend().WorkspaceBytes(experts, plan.options()).value());
+  EXPECT_EQ(plan.workspace_bytes(), plan.backend().WorkspaceBytes(experts.table(), plan.options()).value());
   EXPECT_GT(plan.workspace_bytes(), 0u);
   EXPECT_GE(plan.options().num_threads, 1);
 }

@@ -23,11 +23,11 @@ class Backend {
   virtual std::string_view description() const = 0;  // one line for doctor
 
   // Empty when it can run the package under these options, else a kUnsupported reason.
-  virtual Result<void> Supports(const PreparedExperts& experts, const MoePlanOptions& options) const = 0;
+  virtual Result<void> Supports(const ExpertsTable& experts, const MoePlanOptions& options) const = 0;
   virtual Result<void> Supports(const PreparedLinear& linear, const LinearPlanOptions& options) const = 0;
 
   // Exact workspace for a capacity. Error: kCapacity when the arithmetic overflows.
-  virtual Result<uint64_t> WorkspaceBytes(const PreparedExperts& experts,
+  virtual Result<uint64_t> WorkspaceBytes(const ExpertsTable& experts,
                                           const MoePlanOptions& options) const = 0;
   virtual Result<uint64_t> WorkspaceBytes(const PreparedLinear& linear,
                                           const LinearPlanOptions& options) const = 0;

@@ -232,8 +232,14 @@ class Checkpoint {
   // Errors: kFormat naming the place, kIo.
   Result<void> CheckPadding(size_t layer) const;
 
-  // Reads the regions into `target`. Regions must lie inside it. Errors: kIo.
-  Result<void> ReadRegions(std::span<const CopyRegion> regions, std::span<std::byte> target) const;
+  // Reads the regions into `target`. Regions must lie inside it. `staging` is scratch memory for runs of the
+  // file whose rows go to different places; without it they are read row by row. Errors: kIo, kUsage.
+  Result<void> ReadRegions(std::span<const CopyRegion> regions, std::span<std::byte> target,
+                           std::span<std::byte> staging = {}) const;
+
+  // kIo when the file was written to, cut or replaced under its name since it was opened: what its header
+  // said may not hold any more. REQUIRES: file < files().size().
+  Result<void> CheckUnchanged(uint32_t file) const;
 
   // One file's SHA-256 as lower-case hex. Cost: reads the whole file. `progress` (may be null) gets
   // the bytes read since its last call.

@@ -10,6 +10,7 @@
 #include <espalier/extent_plan.h>
 #include <espalier/formats.h>
 #include <espalier/moe.h>
+#include <espalier/prepare.h>
 #include <espalier/status.h>
 #include <espalier/version.h>
 

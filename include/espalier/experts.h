@@ -25,11 +25,15 @@ namespace espalier {
 inline constexpr uint64_t kSlabAlignmentBytes = 64;  // every offset in a slab is a multiple of this
 inline constexpr uint64_t kAbsentOffset = ~uint64_t{0};
 
-// Owned host memory, aligned to 4096 bytes, not initialised. Movable, not copyable.
+// Owned host memory, not initialised. Movable, not copyable.
 class HostBuffer {
  public:
-  // Error: kCapacity when the machine refuses the memory.
+  // Aligned to 4096 bytes. Error: kCapacity when the machine refuses the memory.
   static Result<HostBuffer> Create(uint64_t size_bytes);
+
+  // Memory of the caller's kind (pinned, huge pages, shared), handed back with release(data) when the buffer
+  // dies. REQUIRES: aligned to kSlabAlignmentBytes.
+  static HostBuffer Adopt(std::byte* data, uint64_t size_bytes, std::function<void(std::byte*)> release);
 
   HostBuffer() = default;
   HostBuffer(HostBuffer&&) noexcept;
@@ -45,6 +49,7 @@ class HostBuffer {
  private:
   std::byte* data_ = nullptr;
   uint64_t size_bytes_ = 0;
+  std::function<void(std::byte*)> release_;  // empty: memory of Create
 };
 
 // One EXL3 matrix W [in][out] inside a slab. Offsets are bytes from the start of the slab.
@@ -82,40 +87,97 @@ struct MoeGeometry {
   uint32_t stored_hidden_channels = 0;  // of the matrices; a multiple of 128, >= hidden_channels
   Activation activation = {};
   double output_scale = 1;  // y is multiplied by it
+  // Type of x that the package was prepared for; a plan for another one is refused. Empty = any.
+  std::optional<Dtype> io = {};
+  // The least exact type that rotated values may be kept in: kF16 lets an executor store them in fp16, kF32
+  // asks for an executor that does not.
+  Dtype rotation = Dtype::kF16;
 
   friend bool operator==(const MoeGeometry&, const MoeGeometry&) = default;
 };
 
-// The routed experts of one layer on the host. Immutable; may be run from several threads at once.
-class PreparedExperts {
+// Which share of a layer a package is. Global rank = ep_rank * tp + tp_rank.
+struct RankPlan {
+  int tp = 1;
+  int ep = 1;
+  int rank = 0;
+  ExpertRange experts = {};                // global ids of the local experts
+  std::vector<SliceExtent> extents = {};   // of every expert; empty where the rank owns no channels
+
+  bool SamePlace(const RankPlan& other) const {
+    return tp == other.tp && ep == other.ep && rank == other.rank;
+  }
+};
+
+// A package without its bytes: the descriptors and the size of the slab. All that a plan, a workspace and a
+// preflight depend on. Immutable.
+class ExpertsTable {
  public:
   // `segments` must be ordered by expert; an expert without a segment contributes nothing (an empty
   // rank). Checks every size, offset and alignment against the slab. `identity` names the content in
   // messages, e.g. "layer 3 of /models/glm". Errors: kGeometry, kUnsupported.
-  static Result<PreparedExperts> Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
-                                        HostBuffer slab, std::string identity);
+  static Result<ExpertsTable> Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
+                                     uint64_t slab_bytes, std::string identity, RankPlan rank_plan = {});
 
   const MoeGeometry& geometry() const { return geometry_; }
   std::span<const SegmentDesc> segments() const { return segments_; }
   // Segments of one local expert. REQUIRES: expert < geometry().experts.
   std::span<const SegmentDesc> ExpertSegments(uint32_t expert) const;
-  const std::byte* slab() const { return slab_.data(); }
-  uint64_t slab_bytes() const { return slab_.size_bytes(); }
+  uint64_t slab_bytes() const { return slab_bytes_; }
   uint64_t code_bytes() const { return code_bytes_; }
+  // Host memory of the descriptors themselves.
+  uint64_t descriptor_bytes() const {
+    return segments_.size() * sizeof(SegmentDesc) + first_segment_.size() * sizeof(uint32_t);
+  }
   uint32_t max_segments_per_expert() const { return max_segments_per_expert_; }
   uint32_t max_intermediate_channels() const { return max_intermediate_channels_; }  // of a segment
   const std::string& identity() const { return identity_; }
+  const RankPlan& rank_plan() const { return rank_plan_; }
 
  private:
-  PreparedExperts() = default;
+  ExpertsTable() = default;
   MoeGeometry geometry_;
   std::vector<SegmentDesc> segments_;
   std::vector<uint32_t> first_segment_;  // [experts + 1]
-  HostBuffer slab_;
+  uint64_t slab_bytes_ = 0;
   uint64_t code_bytes_ = 0;
   uint32_t max_segments_per_expert_ = 0;
   uint32_t max_intermediate_channels_ = 0;
   std::string identity_;
+  RankPlan rank_plan_;
+};
+
+// The routed experts of one layer, or of one rank's share of it, on the host. Immutable; may be run from
+// several threads at once.
+class PreparedExperts {
+ public:
+  // Errors: kGeometry when the slab is smaller than the table says.
+  static Result<PreparedExperts> Create(ExpertsTable table, HostBuffer slab, std::string content_sha256 = {});
+  // The same with the table made here.
+  static Result<PreparedExperts> Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
+                                        HostBuffer slab, std::string identity);
+
+  const ExpertsTable& table() const { return table_; }
+  const MoeGeometry& geometry() const { return table_.geometry(); }
+  std::span<const SegmentDesc> segments() const { return table_.segments(); }
+  std::span<const SegmentDesc> ExpertSegments(uint32_t expert) const { return table_.ExpertSegments(expert); }
+  const std::byte* slab() const { return slab_.data(); }
+  uint64_t slab_bytes() const { return slab_.size_bytes(); }
+  uint64_t code_bytes() const { return table_.code_bytes(); }
+  uint32_t max_segments_per_expert() const { return table_.max_segments_per_expert(); }
+  uint32_t max_intermediate_channels() const { return table_.max_intermediate_channels(); }
+  const std::string& identity() const { return table_.identity(); }
+  const RankPlan& rank_plan() const { return table_.rank_plan(); }
+  // Lower-case hex over descriptors and bytes: equal packages have equal ones, whatever layout they came
+  // from. Empty unless the load was asked for it.
+  const std::string& content_sha256() const { return content_sha256_; }
+
+ private:
+  PreparedExperts(ExpertsTable table, HostBuffer slab, std::string content_sha256)
+      : table_(std::move(table)), slab_(std::move(slab)), content_sha256_(std::move(content_sha256)) {}
+  ExpertsTable table_;
+  HostBuffer slab_;
+  std::string content_sha256_;
 };
 
 // One dense EXL3 matrix on the host. Immutable.
@@ -141,6 +203,8 @@ class PreparedLinear {
   std::string identity_;
 };
 
+inline constexpr uint64_t kDefaultStagingBytes = uint64_t{64} << 20;
+
 struct LoadOptions {
   // Behaviour.
   std::optional<Activation> activation = {};  // overrides the config; without either SiLU is assumed
@@ -148,12 +212,23 @@ struct LoadOptions {
   // Widths of a linear as the model sees them, 0 = as stored. LoadLinear only.
   uint32_t in_channels = 0;
   uint32_t out_channels = 0;
+  bool hash = false;  // compute content_sha256 while reading
   // Called from one thread at a time with bytes read so far and in all; may be empty.
   std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
+  // Where the slab comes from; empty = HostBuffer::Create.
+  std::function<Result<HostBuffer>(uint64_t size_bytes)> allocate = {};
+
+  // Performance.
+  // Memory beside the slab, over all threads, for bytes that cannot be read straight to their place. Fewer
+  // threads read where it is short. >= 64 KiB.
+  uint64_t staging_bytes = kDefaultStagingBytes;
+  int num_threads = 0;  // 0 = all cores
 };
 
 // Reads one whole layer into one slab. `layer` is a position in checkpoint.layers(). Checks the marker
-// tensors. Errors: kUsage, kIo, kFormat, kGeometry, kCapacity, kUnsupported; nothing is kept on error.
+// tensors, and that no file has changed since it was opened. Every byte is read once, by parallel positioned
+// reads; where the file and the slab agree on the order, straight to its place. Errors: kUsage, kIo, kFormat,
+// kGeometry, kCapacity, kUnsupported; nothing is kept on error, and the call may be repeated.
 Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer,
                                     const LoadOptions& options = {});
 
@@ -162,6 +237,16 @@ Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer,
 // kUsage (rank out of range), kGeometry (a plan made for another checkpoint).
 Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
                                     int global_rank, const LoadOptions& options = {});
+
+// What loading that share takes, before anything is read. Cost: linear in the number of matrices. Errors: as
+// above, but kIo.
+struct LoadSizes {
+  ExpertsTable table;
+  uint64_t read_bytes = 0;     // of the files, each byte once; marker tensors not counted
+  uint64_t staging_bytes = 0;  // beside the slab, under these options on this machine
+};
+Result<LoadSizes> SizeExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                              int global_rank, const LoadOptions& options = {});
 
 // Global to local expert ids of one ep rank, -1 = elsewhere: what MoeArgs::expert_map takes.
 std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank);

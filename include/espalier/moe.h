@@ -11,6 +11,7 @@
 #include <espalier/status.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -40,6 +41,9 @@ struct MoePlanOptions {
   // Behaviour. With checked_ids an id outside [0, experts) other than -1 makes the run fail with
   // kGeometry before anything is written; otherwise it contributes nothing.
   bool checked_ids = false;
+  // Where the caller stands: tp, ep and rank. A package made for another place is refused. Empty = wherever
+  // the package says.
+  std::optional<RankPlan> place = {};
   std::string executor = {};  // backend name; empty = the best one that supports the package
   CpuMode mode = CpuMode::kExact;
 
@@ -50,11 +54,16 @@ struct MoePlanOptions {
 // Immutable; may be used from several threads at once, each with its own workspace.
 class MoePlan {
  public:
-  // Errors: kUsage (unknown executor), kUnsupported (with the backend's reason), kCapacity, kGeometry.
-  static Result<MoePlan> Create(const PreparedExperts& experts, const MoePlanOptions& options);
+  // Errors: kUsage (unknown executor), kUnsupported (with the backend's reason), kCapacity, kGeometry (a
+  // package of another rank or world).
+  static Result<MoePlan> Create(const ExpertsTable& experts, const MoePlanOptions& options);
+  static Result<MoePlan> Create(const PreparedExperts& experts, const MoePlanOptions& options) {
+    return Create(experts.table(), options);
+  }
 
   const MoePlanOptions& options() const { return options_; }
   const MoeGeometry& geometry() const { return geometry_; }
+  const RankPlan& rank_plan() const { return rank_plan_; }  // of the package it was made from
   const Backend& backend() const { return *backend_; }
   // Exact; at kWorkspaceAlignmentBytes. The contents beforehand do not matter.
   uint64_t workspace_bytes() const { return workspace_bytes_; }
@@ -66,6 +75,7 @@ class MoePlan {
   MoePlan() = default;
   MoePlanOptions options_;
   MoeGeometry geometry_;
+  RankPlan rank_plan_;
   const Backend* backend_ = nullptr;
   uint64_t workspace_bytes_ = 0;
   uint32_t num_segments_ = 0;
@@ -96,7 +106,7 @@ struct MoeArgs {
 // y[t] = sum over j of topk_weights[t, j] * Expert_{topk_ids[t, j]}(x[t]), in fp32 (double on the
 // reference), rounded once. Rows are independent; num_tokens = 0 succeeds and touches nothing. The same
 // call gives the same bits at any thread count. Errors: kCapacity (tokens, workspace), kGeometry (ids in
-// checked mode, strides, a package other than the plan's), kUsage (null pointers).
+// checked mode, strides, a package of another shape, rank or world than the plan's), kUsage (null pointers).
 Result<void> RunMoe(const MoePlan& plan, const PreparedExperts& experts, const MoeArgs& args);
 
 struct LinearPlanOptions {

@@ -76,10 +76,28 @@ class Descriptor {
 
 class PosixFile : public File {
  public:
-  PosixFile(fs::path path, Descriptor descriptor, uint64_t size_bytes)
-      : File(std::move(path)), descriptor_(std::move(descriptor)), size_bytes_(size_bytes) {}
+  PosixFile(fs::path path, Descriptor descriptor, const struct stat& info)
+      : File(std::move(path)),
+        descriptor_(std::move(descriptor)),
+        size_bytes_(static_cast<uint64_t>(std::max<off_t>(info.st_size, 0))),
+        opened_(info) {}
 
   uint64_t size_bytes() const override { return size_bytes_; }
+
+  Result<void> CheckUnchanged() const override {
+    struct stat now = {};
+    if (fstat(descriptor_.get(), &now) != 0) return IoError(path(), SystemText(errno));
+    if (now.st_size != opened_.st_size || now.st_mtim.tv_sec != opened_.st_mtim.tv_sec ||
+        now.st_mtim.tv_nsec != opened_.st_mtim.tv_nsec) {
+      return IoError(path(), fmt::format("was written to since its header was read (found {} bytes, then {}); "
+                                         "open the checkpoint again",
+                                         opened_.st_size, now.st_size));
+    }
+    if (stat(path().c_str(), &now) != 0 || now.st_dev != opened_.st_dev || now.st_ino != opened_.st_ino) {
+      return IoError(path(), "was replaced or removed since its header was read; open the checkpoint again");
+    }
+    return {};
+  }
 
   Result<size_t> ReadSome(uint64_t offset, std::span<std::byte> target) const override {
     if (target.empty() || offset > static_cast<uint64_t>(std::numeric_limits<off_t>::max())) return 0;
@@ -96,6 +114,7 @@ class PosixFile : public File {
  private:
   Descriptor descriptor_;
   uint64_t size_bytes_;
+  struct stat opened_;
 };
 
 class PosixFiles : public FileSystem {
@@ -123,8 +142,7 @@ class PosixFiles : public FileSystem {
     if (descriptor.get() < 0) return CannotOpen(path, errno);
     if (fstat(descriptor.get(), &info) != 0) return CannotOpen(path, errno);
     if (!S_ISREG(info.st_mode)) return NotRegular(path, info.st_mode);
-    const auto size_bytes = static_cast<uint64_t>(std::max<off_t>(info.st_size, 0));
-    return std::make_unique<PosixFile>(path, std::move(descriptor), size_bytes);
+    return std::make_unique<PosixFile>(path, std::move(descriptor), info);
   }
 
   Result<std::vector<std::string>> List(const fs::path& directory) override {

@@ -28,6 +28,10 @@ class File {
   // May read less than asked for. Error: kIo with the reason of the system.
   virtual Result<size_t> ReadSome(uint64_t offset, std::span<std::byte> target) const = 0;
 
+  // kIo when the content may have changed since the file was opened: it was written to, cut, or another file
+  // stands under its name now.
+  virtual Result<void> CheckUnchanged() const = 0;
+
   // Fills `target` or fails: kIo naming the file, the place and how much was there.
   Result<void> ReadAt(uint64_t offset, std::span<std::byte> target) const;
 

@@ -23,7 +23,7 @@ namespace espalier {
 namespace {
 
 constexpr std::string_view kOutsideLayers = "-";  // label of problems that belong to no layer
-constexpr size_t kStagingBytes = size_t{1} << 20;
+constexpr size_t kHashBytes = size_t{1} << 20;
 
 // Layouts known by name only: a folder with one of these files is refused before anything is guessed.
 constexpr std::string_view kUnsupportedManifests[] = {"btx-manifest.json", "qsrt-manifest.json",
@@ -285,14 +285,14 @@ class Opener {
 };
 
 Result<void> ReadRegion(const File& file, const CopyRegion& region, std::span<std::byte> target,
-                        std::vector<std::byte>& staging) {
+                        std::span<std::byte> staging) {
   if (region.rows == 0 || region.row_bytes == 0) return {};
   if (region.rows == 1 ||
       (region.source_stride == region.row_bytes && region.target_stride == region.row_bytes)) {
     return file.ReadAt(region.source_offset,
                        target.subspan(region.target_offset, region.rows * region.row_bytes));
   }
-  if (region.source_stride != region.row_bytes || region.row_bytes >= kStagingBytes) {
+  if (region.source_stride != region.row_bytes || region.row_bytes * 2 > staging.size()) {
     for (uint64_t row = 0; row < region.rows; ++row) {
       auto read =
           file.ReadAt(region.source_offset + row * region.source_stride,
@@ -302,8 +302,7 @@ Result<void> ReadRegion(const File& file, const CopyRegion& region, std::span<st
     return {};
   }
   // One run in the file, scattered rows in the target: a few large reads instead of many small ones.
-  staging.resize(kStagingBytes);
-  const uint64_t rows_per_read = kStagingBytes / region.row_bytes;
+  const uint64_t rows_per_read = staging.size() / region.row_bytes;
   for (uint64_t row = 0; row < region.rows; row += rows_per_read) {
     const uint64_t rows = std::min(rows_per_read, region.rows - row);
     auto read =
@@ -523,8 +522,8 @@ Result<void> Checkpoint::CheckMarker(const MatrixInfo& matrix) const {
 
 Result<void> Checkpoint::CheckPadding(size_t layer) const { return state_->layout->CheckPadding(layer); }
 
-Result<void> Checkpoint::ReadRegions(std::span<const CopyRegion> regions, std::span<std::byte> target) const {
-  std::vector<std::byte> staging;
+Result<void> Checkpoint::ReadRegions(std::span<const CopyRegion> regions, std::span<std::byte> target,
+                                     std::span<std::byte> staging) const {
   for (const CopyRegion& region : regions) {
     if (region.rows == 0) continue;
     const uint64_t end = region.target_offset + (region.rows - 1) * region.target_stride + region.row_bytes;
@@ -538,11 +537,15 @@ Result<void> Checkpoint::ReadRegions(std::span<const CopyRegion> regions, std::s
   return {};
 }
 
+Result<void> Checkpoint::CheckUnchanged(uint32_t file) const {
+  return state_->shards.handles[file]->CheckUnchanged();
+}
+
 Result<std::string> Checkpoint::FileSha256(size_t file, void (*progress)(void* context, uint64_t bytes),
                                            void* context) const {
   const File& handle = *state_->shards.handles[file];
   Sha256 hash;
-  std::vector<std::byte> bytes(kStagingBytes);
+  std::vector<std::byte> bytes(kHashBytes);
   for (uint64_t at = 0; at < handle.size_bytes();) {
     const size_t count = static_cast<size_t>(std::min<uint64_t>(bytes.size(), handle.size_bytes() - at));
     if (auto read = handle.ReadAt(at, {bytes.data(), count}); !read) return tl::unexpected(read.error());

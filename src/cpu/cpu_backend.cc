@@ -57,7 +57,7 @@ struct MoeLayout {
   uint64_t total_bytes = 0;
 };
 
-Result<MoeLayout> LayOut(const PreparedExperts& experts, const MoePlanOptions& options) {
+Result<MoeLayout> LayOut(const ExpertsTable& experts, const MoePlanOptions& options) {
   const MoeGeometry& geometry = experts.geometry();
   MoeLayout layout;
   layout.chunk_tokens = ChunkTokens(options, kChunkTokens, kChunkRoutes);
@@ -405,13 +405,13 @@ class CpuExecutor final : public Backend {
   std::string_view name() const override { return "cpu"; }
   std::string_view description() const override { return "fp32 products, threads; portable code path"; }
 
-  Result<void> Supports(const PreparedExperts&, const MoePlanOptions& options) const override {
+  Result<void> Supports(const ExpertsTable&, const MoePlanOptions& options) const override {
     return CheckOptions(options);
   }
   Result<void> Supports(const PreparedLinear&, const LinearPlanOptions& options) const override {
     return CheckOptions(options);
   }
-  Result<uint64_t> WorkspaceBytes(const PreparedExperts& experts,
+  Result<uint64_t> WorkspaceBytes(const ExpertsTable& experts,
                                   const MoePlanOptions& options) const override {
     return LayOut(experts, options).map([](const MoeLayout& layout) { return layout.total_bytes; });
   }
@@ -421,7 +421,7 @@ class CpuExecutor final : public Backend {
   }
 
   Result<void> Run(const MoePlan& plan, const PreparedExperts& experts, const MoeArgs& args) const override {
-    const Result<MoeLayout> layout = LayOut(experts, plan.options());
+    const Result<MoeLayout> layout = LayOut(experts.table(), plan.options());
     if (!layout) return tl::unexpected(layout.error());
     MoeChunk chunk{.plan = plan, .experts = experts, .args = args, .layout = *layout};
     chunk.rows = {.values = reinterpret_cast<float*>(chunk.At(layout->rows)),

@@ -119,6 +119,18 @@ Result<void> CheckMoeGeometry(const Place& place, const MoeGeometry& geometry) {
                                             geometry.hidden_channels, geometry.stored_hidden_channels));
   }
   if (!std::isfinite(geometry.output_scale)) return GeometryError(place, "the output scale is not finite");
+  const auto is_input = [](Dtype type) {
+    return type == Dtype::kF32 || type == Dtype::kF16 || type == Dtype::kBF16;
+  };
+  if (geometry.io && !is_input(*geometry.io)) {
+    return Error(StatusCode::kUnsupported,
+                 place.Text(fmt::format("inputs of type {}; legal: F32, F16, BF16", DtypeName(*geometry.io))));
+  }
+  if (geometry.rotation != Dtype::kF32 && geometry.rotation != Dtype::kF16) {
+    return Error(StatusCode::kUnsupported,
+                 place.Text(fmt::format("rotated values of type {}; legal: F32, F16",
+                                        DtypeName(geometry.rotation))));
+  }
   return CheckActivation(place, geometry.activation);
 }
 
@@ -174,26 +186,42 @@ Result<HostBuffer> HostBuffer::Create(uint64_t size_bytes) {
   return buffer;
 }
 
+HostBuffer HostBuffer::Adopt(std::byte* data, uint64_t size_bytes, std::function<void(std::byte*)> release) {
+  HostBuffer buffer;
+  buffer.data_ = data;
+  buffer.size_bytes_ = size_bytes;
+  buffer.release_ = std::move(release);
+  return buffer;
+}
+
 HostBuffer::HostBuffer(HostBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)),
+      release_(std::exchange(other.release_, nullptr)) {}
 
 HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_bytes_, other.size_bytes_);
+  std::swap(release_, other.release_);
   return *this;
 }
 
-HostBuffer::~HostBuffer() { ::operator delete(data_, kBufferAlignment); }
+HostBuffer::~HostBuffer() {
+  if (release_) {
+    release_(data_);
+  } else {
+    ::operator delete(data_, kBufferAlignment);
+  }
+}
 
-Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
-                                                std::vector<SegmentDesc> segments, HostBuffer slab,
-                                                std::string identity) {
+Result<ExpertsTable> ExpertsTable::Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
+                                          uint64_t slab_bytes, std::string identity, RankPlan rank_plan) {
   const Place place{identity, ""};
   if (Result<void> checked = CheckMoeGeometry(place, geometry); !checked)
     return tl::unexpected(checked.error());
-  PreparedExperts experts;
-  experts.geometry_ = geometry;
-  experts.first_segment_.assign(size_t{geometry.experts} + 1, 0);
+  ExpertsTable table;
+  table.geometry_ = geometry;
+  table.first_segment_.assign(size_t{geometry.experts} + 1, 0);
   uint32_t previous = 0;
   for (const SegmentDesc& segment : segments) {
     if (segment.expert >= geometry.experts || segment.expert < previous) {
@@ -203,29 +231,52 @@ Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
                                        segment.expert, previous, geometry.experts));
     }
     previous = segment.expert;
-    Result<void> checked = CheckSegment(identity, geometry, segment, slab.size_bytes());
+    Result<void> checked = CheckSegment(identity, geometry, segment, slab_bytes);
     if (!checked) return tl::unexpected(checked.error());
     for (const MatrixDesc& matrix : segment.matrices) {
-      if (matrix.present()) experts.code_bytes_ += matrix.code_bytes();
+      if (matrix.present()) table.code_bytes_ += matrix.code_bytes();
     }
-    ++experts.first_segment_[segment.expert + 1];
-    experts.max_intermediate_channels_ =
-        std::max(experts.max_intermediate_channels_, segment.intermediate_channels());
+    ++table.first_segment_[segment.expert + 1];
+    table.max_intermediate_channels_ =
+        std::max(table.max_intermediate_channels_, segment.intermediate_channels());
   }
   for (uint32_t expert = 0; expert < geometry.experts; ++expert) {
-    const uint32_t count = experts.first_segment_[expert + 1];
-    experts.max_segments_per_expert_ = std::max(experts.max_segments_per_expert_, count);
-    experts.first_segment_[expert + 1] += experts.first_segment_[expert];
+    const uint32_t count = table.first_segment_[expert + 1];
+    table.max_segments_per_expert_ = std::max(table.max_segments_per_expert_, count);
+    table.first_segment_[expert + 1] += table.first_segment_[expert];
   }
-  experts.segments_ = std::move(segments);
-  experts.slab_ = std::move(slab);
-  experts.identity_ = std::move(identity);
-  return experts;
+  table.segments_ = std::move(segments);
+  table.slab_bytes_ = slab_bytes;
+  table.identity_ = std::move(identity);
+  table.rank_plan_ = std::move(rank_plan);
+  return table;
 }
 
-std::span<const SegmentDesc> PreparedExperts::ExpertSegments(uint32_t expert) const {
+std::span<const SegmentDesc> ExpertsTable::ExpertSegments(uint32_t expert) const {
   const uint32_t begin = first_segment_[expert];
   return std::span(segments_).subspan(begin, first_segment_[expert + 1] - begin);
+}
+
+Result<PreparedExperts> PreparedExperts::Create(ExpertsTable table, HostBuffer slab,
+                                                std::string content_sha256) {
+  if (slab.size_bytes() < table.slab_bytes()) {
+    return GeometryError({table.identity(), ""}, fmt::format("a slab of {} bytes; the table needs {}",
+                                                             slab.size_bytes(), table.slab_bytes()));
+  }
+  if (reinterpret_cast<uintptr_t>(slab.data()) % kSlabAlignmentBytes != 0) {
+    return GeometryError({table.identity(), ""},
+                         fmt::format("the slab is not aligned to {} bytes", kSlabAlignmentBytes));
+  }
+  return PreparedExperts(std::move(table), std::move(slab), std::move(content_sha256));
+}
+
+Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
+                                                std::vector<SegmentDesc> segments, HostBuffer slab,
+                                                std::string identity) {
+  Result<ExpertsTable> table =
+      ExpertsTable::Create(geometry, std::move(segments), slab.size_bytes(), std::move(identity));
+  if (!table) return tl::unexpected(table.error());
+  return Create(*std::move(table), std::move(slab));
 }
 
 Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t in_channels,

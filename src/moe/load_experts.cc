@@ -1,38 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From a checkpoint to a slab in two passes: place every matrix and vector, then allocate once and
-// read each byte straight to its place.
+// From a checkpoint to a slab: describe the share of a rank, place it, allocate once, read each byte straight
+// to its place.
 #include <espalier/experts.h>
+#include <espalier/prepare.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <map>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
-#include "base/checked.h"
+#include "moe/slab_hash.h"
+#include "moe/slab_plan.h"
+#include "moe/slab_reader.h"
 
 namespace espalier {
 namespace {
-
-constexpr uint64_t kReadBatchBytes = uint64_t{16} << 20;  // between two reports of progress
-constexpr uint16_t kFp16One = 0x3C00;
-constexpr uint16_t kFp16MinusOne = 0xBC00;
 
 tl::unexpected<Status> SizeError(const std::string& name, const MatrixInfo& info) {
   return Error(StatusCode::kGeometry, fmt::format("{}: {} x {} channels; legal: multiples of {}", name,
                                                   info.in_channels, info.out_channels, kHadamardChannels));
 }
 
-// Places matrices in a slab and remembers what has to be read where.
-class SlabBuilder {
+// Turns sources into specs. Vectors that are the same bytes of a file get the same key.
+class SpecMaker {
  public:
-  explicit SlabBuilder(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
-
-  Result<MatrixDesc> Add(const MatrixSource& source) {
+  Result<MatrixSpec> Make(const MatrixSource& source) {
     const MatrixInfo& info = source.info;
     for (const uint64_t channels : {info.in_channels, info.out_channels}) {
       if (channels == 0 || channels % kHadamardChannels != 0 || channels > ~uint32_t{0}) {
@@ -44,114 +40,23 @@ class SlabBuilder {
                    fmt::format("{}: no scale vector on the {} side", source.name,
                                source.suh.kind == VectorSource::Kind::kAbsent ? "input" : "output"));
     }
-    MatrixDesc desc;
-    desc.in_channels = static_cast<uint32_t>(info.in_channels);
-    desc.out_channels = static_cast<uint32_t>(info.out_channels);
-    desc.bits = static_cast<uint8_t>(info.bits);
-    desc.codebook = info.codebook;
-    desc.codes_offset_bytes = Place(desc.code_bytes());
-    AddRegions(source.codes, desc.codes_offset_bytes);
-    desc.suh_offset_bytes = AddVector(source.suh, info.in_channels);
-    desc.svh_offset_bytes = AddVector(source.svh, info.out_channels);
-    desc.bias_offset_bytes = AddVector(source.bias, info.out_channels);
-    return desc;
-  }
-
-  // Allocates the slab and fills it.
-  Result<HostBuffer> Read(const LoadOptions& options) const {
-    const std::optional<uint64_t> size = size_bytes_.value();
-    if (!size) return Error(StatusCode::kCapacity, "the weights exceed 2^64 bytes");
-    Result<HostBuffer> slab = HostBuffer::Create(*size);
-    if (!slab) return slab;
-    uint64_t total = 0;
-    for (const CopyRegion& region : regions_) total += RegionBytes(region);
-    uint64_t done = 0;
-    if (options.progress) options.progress(done, total);
-    for (size_t first = 0; first < regions_.size();) {
-      size_t count = 0;
-      uint64_t batch_bytes = 0;
-      while (first + count < regions_.size() && batch_bytes < kReadBatchBytes) {
-        batch_bytes += RegionBytes(regions_[first + count]);
-        ++count;
-      }
-      const Result<void> read =
-          checkpoint_.ReadRegions(std::span(regions_).subspan(first, count), slab->span());
-      if (!read) return tl::unexpected(read.error());
-      first += count;
-      done += batch_bytes;
-      if (options.progress) options.progress(done, total);
-    }
-    for (const SignVector& vector : sign_vectors_) {
-      if (Result<void> expanded = ExpandSigns(vector, slab->span()); !expanded) {
-        return tl::unexpected(expanded.error());
-      }
-    }
-    return slab;
+    return MatrixSpec{.in_channels = static_cast<uint32_t>(info.in_channels),
+                      .out_channels = static_cast<uint32_t>(info.out_channels),
+                      .bits = info.bits,
+                      .codebook = info.codebook,
+                      .has_bias = source.bias.kind != VectorSource::Kind::kAbsent,
+                      .suh_key = KeyOf(source.suh),
+                      .svh_key = KeyOf(source.svh)};
   }
 
  private:
-  // Identity of stored bytes: key, first place in the file, size in the slab.
-  using VectorKey = std::tuple<uint64_t, uint32_t, uint64_t, uint64_t>;
-
-  struct SignVector {
-    std::vector<CopyRegion> regions;
-    uint64_t offset = 0;
-    uint64_t channels = 0;
-  };
-
-  static uint64_t RegionBytes(const CopyRegion& region) { return region.rows * region.row_bytes; }
-
-  uint64_t Place(uint64_t size) {
-    const uint64_t offset = size_bytes_.value().value_or(0);
-    size_bytes_ += CheckedBytes(size) + (kSlabAlignmentBytes - 1);
-    if (const std::optional<uint64_t> end = size_bytes_.value()) {
-      size_bytes_ = *end - *end % kSlabAlignmentBytes;
-    }
-    return offset;
+  uint64_t KeyOf(const VectorSource& source) {
+    if (source.share_key == 0 || source.regions.empty()) return 0;
+    const auto place = std::tuple(source.share_key, source.regions[0].file, source.regions[0].source_offset);
+    return keys_.try_emplace(place, keys_.size() + 1).first->second;
   }
 
-  void AddRegions(const std::vector<CopyRegion>& regions, uint64_t offset) {
-    for (CopyRegion region : regions) {
-      region.target_offset += offset;
-      regions_.push_back(region);
-    }
-  }
-
-  uint64_t AddVector(const VectorSource& source, uint64_t channels) {
-    if (source.kind == VectorSource::Kind::kAbsent) return kAbsentOffset;
-    const bool shared = source.share_key != 0 && !source.regions.empty();
-    VectorKey key;
-    if (shared) {
-      key = {source.share_key, source.regions[0].file, source.regions[0].source_offset, channels};
-      if (const auto known = shared_vectors_.find(key); known != shared_vectors_.end()) return known->second;
-    }
-    const uint64_t offset = Place(channels * sizeof(uint16_t));
-    if (source.kind == VectorSource::Kind::kSignBits) {
-      sign_vectors_.push_back({source.regions, offset, channels});
-    } else {
-      AddRegions(source.regions, offset);
-    }
-    if (shared) shared_vectors_.emplace(key, offset);
-    return offset;
-  }
-
-  Result<void> ExpandSigns(const SignVector& vector, std::span<std::byte> slab) const {
-    std::vector<std::byte> bits(vector.channels / 8);
-    if (Result<void> read = checkpoint_.ReadRegions(vector.regions, bits); !read) return read;
-    for (uint64_t i = 0; i < vector.channels; ++i) {
-      // 16-bit little-endian words, least significant bit first: the same as bytes, bit by bit.
-      const bool negative = (static_cast<unsigned>(bits[i / 8]) >> (i % 8) & 1u) != 0;
-      const uint16_t value = negative ? kFp16MinusOne : kFp16One;
-      std::memcpy(slab.data() + vector.offset + i * sizeof(value), &value, sizeof(value));
-    }
-    return {};
-  }
-
-  const Checkpoint& checkpoint_;
-  CheckedBytes size_bytes_;
-  std::vector<CopyRegion> regions_;
-  std::vector<SignVector> sign_vectors_;
-  std::map<VectorKey, uint64_t> shared_vectors_;
+  std::map<std::tuple<uint64_t, uint32_t, uint64_t>, uint64_t> keys_;
 };
 
 std::string Identity(const Checkpoint& checkpoint, std::string_view what) {
@@ -177,29 +82,47 @@ Result<Activation> ChooseActivation(const Checkpoint& checkpoint, const MoeLayer
   return activation;
 }
 
-Result<SegmentDesc> AddSegment(const Checkpoint& checkpoint, size_t layer_index, uint32_t expert,
-                               const SliceExtent& extent, bool with_gate, SlabBuilder& builder) {
+// One rank's share of a layer, and the places it comes from.
+struct Share {
+  ExpertsSource source;
+  std::vector<MatrixSource> files;  // of the present matrices, by segment, then by projection
+};
+
+Result<void> AddSegment(const Checkpoint& checkpoint, size_t layer_index, uint32_t expert,
+                        const SliceExtent& extent, bool with_gate, SpecMaker& specs, Share& share) {
   const MoeLayer& layer = checkpoint.layers()[layer_index];
-  const uint32_t slice = extent.slice;
-  const MatrixInfo down = checkpoint.Matrix(layer_index, expert, Projection::kDown, slice);
+  const MatrixInfo down = checkpoint.Matrix(layer_index, expert, Projection::kDown, extent.slice);
   if (down.in_channels == 0 || down.in_channels % kHadamardChannels != 0) {
-    return SizeError(checkpoint.MatrixName(layer_index, expert, Projection::kDown, slice), down);
+    return SizeError(checkpoint.MatrixName(layer_index, expert, Projection::kDown, extent.slice), down);
   }
-  SegmentDesc segment;
+  SegmentSpec segment;
+  segment.expert = expert - share.source.rank_plan.experts.first_expert;
   segment.valid_intermediate_channels = ValidChannels(layer, extent);
-  for (int p = 0; p < kNumProjections; ++p) {
-    const Projection projection = static_cast<Projection>(p);
-    if (projection == Projection::kGate && !with_gate) continue;
-    const Result<void> marker =
-        checkpoint.CheckMarker(checkpoint.Matrix(layer_index, expert, projection, slice));
-    if (!marker) return tl::unexpected(marker.error());
-    const Result<MatrixSource> source = checkpoint.Source(layer_index, expert, projection, extent);
+  for (int p = with_gate ? 0 : 1; p < kNumProjections; ++p) {
+    Result<MatrixSource> source = checkpoint.Source(layer_index, expert, static_cast<Projection>(p), extent);
     if (!source) return tl::unexpected(source.error());
-    const Result<MatrixDesc> desc = builder.Add(*source);
-    if (!desc) return tl::unexpected(desc.error());
-    segment.matrices[p] = *desc;
+    const Result<MatrixSpec> spec = specs.Make(*source);
+    if (!spec) return tl::unexpected(spec.error());
+    segment.matrices[p] = *spec;
+    share.files.push_back(*std::move(source));
   }
-  return segment;
+  share.source.segments.push_back(segment);
+  return {};
+}
+
+Result<void> CheckMarkers(const Checkpoint& checkpoint, const Share& share) {
+  for (const MatrixSource& source : share.files) {
+    if (auto marker = checkpoint.CheckMarker(source.info); !marker) return marker;
+  }
+  return {};
+}
+
+Result<SlabReader> MakeReader(const Checkpoint& checkpoint, const Share& share, const ExpertsTable& table) {
+  std::vector<PlacedMatrix> matrices;
+  for (const MatrixDesc& desc : PresentMatrices(table)) {
+    matrices.push_back({.desc = desc, .source = &share.files[matrices.size()]});
+  }
+  return SlabReader::Create(checkpoint, table.identity(), matrices);
 }
 
 // A linear belongs to no layer: it is stopped by errors of the whole checkpoint and by its own.
@@ -241,17 +164,10 @@ Result<MatrixSource> FindLinearSource(const Checkpoint& checkpoint, std::string_
                            {.slice = slice, .first_channel = 0, .channels = width});
 }
 
-// What a package is made of: these experts, of each these channels.
-struct Share {
-  ExpertRange experts;
-  std::vector<SliceExtent> extents;
-  std::string owner;  // for messages; empty = the whole layer
-};
-
-Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, size_t layer, const Share& share,
-                                  const LoadOptions& options) {
+Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan rank_plan, std::string owner,
+                            const LoadOptions& options) {
   const MoeLayer& info = checkpoint.layers()[layer];
-  const std::string identity = Identity(checkpoint, share.owner + "layer " + info.label);
+  const std::string identity = Identity(checkpoint, owner + "layer " + info.label);
   if (Result<void> usable = checkpoint.CheckUsable(info.label); !usable)
     return tl::unexpected(usable.error());
   const Result<Activation> activation = ChooseActivation(checkpoint, info, options);
@@ -261,26 +177,41 @@ Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, size_t layer, co
     return Error(StatusCode::kGeometry, fmt::format("{}: {} hidden channels; legal: multiples of {}",
                                                     identity, info.hidden_channels, kHadamardChannels));
   }
-
-  SlabBuilder builder(checkpoint);
-  std::vector<SegmentDesc> segments;
-  for (uint32_t local = 0; local < share.experts.experts; ++local) {
-    for (const SliceExtent& extent : share.extents) {
-      Result<SegmentDesc> segment = AddSegment(checkpoint, layer, share.experts.first_expert + local, extent,
-                                               ActivationHasGate(activation->kind), builder);
-      if (!segment) return tl::unexpected(segment.error());
-      segment->expert = local;
-      segments.push_back(*segment);
+  Share share;
+  share.source = {.identity = identity,
+                  .experts = rank_plan.experts.experts,
+                  .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
+                  .stored_hidden_channels = static_cast<uint32_t>(info.hidden_channels),
+                  .activation = {.activation = *activation},
+                  .output_scale = options.output_scale,
+                  .rank_plan = std::move(rank_plan)};
+  SpecMaker specs;
+  const RankPlan& plan = share.source.rank_plan;
+  for (uint32_t local = 0; local < plan.experts.experts; ++local) {
+    for (const SliceExtent& extent : plan.extents) {
+      auto added = AddSegment(checkpoint, layer, plan.experts.first_expert + local, extent,
+                              ActivationHasGate(activation->kind), specs, share);
+      if (!added) return tl::unexpected(added.error());
     }
   }
-  Result<HostBuffer> slab = builder.Read(options);
+  return share;
+}
+
+Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, const Share& share,
+                                  const LoadOptions& options) {
+  Result<ExpertsTable> table = PlanExperts(share.source);
+  if (!table) return tl::unexpected(table.error());
+  const Result<SlabReader> reader = MakeReader(checkpoint, share, *table);
+  if (!reader) return tl::unexpected(reader.error());
+  // Before the first byte of payload: a marker of another file would tell another story.
+  if (auto same = reader->CheckFiles(); !same) return tl::unexpected(same.error());
+  if (auto markers = CheckMarkers(checkpoint, share); !markers) return tl::unexpected(markers.error());
+  Result<HostBuffer> slab = AllocateSlab(table->slab_bytes(), table->identity(), options);
   if (!slab) return tl::unexpected(slab.error());
-  const MoeGeometry geometry = {.experts = share.experts.experts,
-                                .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
-                                .stored_hidden_channels = static_cast<uint32_t>(info.hidden_channels),
-                                .activation = *activation,
-                                .output_scale = options.output_scale};
-  return PreparedExperts::Create(geometry, std::move(segments), *std::move(slab), identity);
+  const Result<std::vector<std::string>> hashes = reader->Read(options, *slab);
+  if (!hashes) return tl::unexpected(hashes.error());
+  std::string hash = options.hash ? HashTable(*table, *hashes, slab->data()) : std::string();
+  return PreparedExperts::Create(*std::move(table), *std::move(slab), std::move(hash));
 }
 
 Result<void> CheckLayer(const Checkpoint& checkpoint, size_t layer) {
@@ -289,21 +220,19 @@ Result<void> CheckLayer(const Checkpoint& checkpoint, size_t layer) {
                                                checkpoint.layers().size()));
 }
 
-}  // namespace
-
-Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer, const LoadOptions& options) {
+Result<Share> DescribeWhole(const Checkpoint& checkpoint, size_t layer, const LoadOptions& options) {
   if (Result<void> checked = CheckLayer(checkpoint, layer); !checked) return tl::unexpected(checked.error());
   const MoeLayer& info = checkpoint.layers()[layer];
-  Share share{.experts = {.first_expert = 0, .experts = info.experts}, .extents = {}, .owner = {}};
+  RankPlan plan{.experts = {.first_expert = 0, .experts = info.experts}};
   for (uint32_t slice = 0; slice < info.slices; ++slice) {
-    share.extents.push_back(
+    plan.extents.push_back(
         {.slice = slice, .first_channel = 0, .channels = info.intermediate_channels / info.slices});
   }
-  return LoadShare(checkpoint, layer, share, options);
+  return DescribeShare(checkpoint, layer, std::move(plan), "", options);
 }
 
-Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
-                                    int global_rank, const LoadOptions& options) {
+Result<Share> DescribeRank(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                           int global_rank, const LoadOptions& options) {
   if (Result<void> checked = CheckLayer(checkpoint, layer); !checked) return tl::unexpected(checked.error());
   if (global_rank < 0 || global_rank >= plan.world()) {
     return Error(StatusCode::kUsage, fmt::format("rank {}; legal: 0 to {}", global_rank, plan.world() - 1));
@@ -313,11 +242,42 @@ Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPl
                                                     checkpoint.path().string(), checkpoint.layers().size()));
   }
   const RankExtent& extent = plan.layers()[layer].ranks[static_cast<size_t>(global_rank % plan.tp())];
-  const Share share{.experts = plan.Experts(layer, global_rank / plan.tp()),
-                    .extents = extent.segments,
-                    .owner = fmt::format("rank {} of {} (tp {}, ep {}), ", global_rank, plan.world(),
-                                         plan.tp(), plan.ep())};
-  return LoadShare(checkpoint, layer, share, options);
+  return DescribeShare(checkpoint, layer,
+                       {.tp = plan.tp(),
+                        .ep = plan.ep(),
+                        .rank = global_rank,
+                        .experts = plan.Experts(layer, global_rank / plan.tp()),
+                        .extents = extent.segments},
+                       fmt::format("rank {} of {} (tp {}, ep {}), ", global_rank, plan.world(), plan.tp(),
+                                   plan.ep()),
+                       options);
+}
+
+}  // namespace
+
+Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer, const LoadOptions& options) {
+  const Result<Share> share = DescribeWhole(checkpoint, layer, options);
+  if (!share) return tl::unexpected(share.error());
+  return LoadShare(checkpoint, *share, options);
+}
+
+Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                                    int global_rank, const LoadOptions& options) {
+  const Result<Share> share = DescribeRank(checkpoint, plan, layer, global_rank, options);
+  if (!share) return tl::unexpected(share.error());
+  return LoadShare(checkpoint, *share, options);
+}
+
+Result<LoadSizes> SizeExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                              int global_rank, const LoadOptions& options) {
+  const Result<Share> share = DescribeRank(checkpoint, plan, layer, global_rank, options);
+  if (!share) return tl::unexpected(share.error());
+  Result<ExpertsTable> table = PlanExperts(share->source);
+  if (!table) return tl::unexpected(table.error());
+  const Result<SlabReader> reader = MakeReader(checkpoint, *share, *table);
+  if (!reader) return tl::unexpected(reader.error());
+  const uint64_t staging = reader->StagingBytes(options);
+  return LoadSizes{.table = *std::move(table), .read_bytes = reader->read_bytes(), .staging_bytes = staging};
 }
 
 std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank) {
@@ -335,13 +295,21 @@ Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view
   if (!source) return tl::unexpected(source.error());
   if (Result<void> marker = checkpoint.CheckMarker(source->info); !marker)
     return tl::unexpected(marker.error());
-  SlabBuilder builder(checkpoint);
-  const Result<MatrixDesc> desc = builder.Add(*source);
+  const Result<MatrixSpec> spec = SpecMaker().Make(*source);
+  if (!spec) return tl::unexpected(spec.error());
+  SlabPlan plan;
+  const Result<MatrixDesc> desc = plan.Add(*spec, source->name);
   if (!desc) return tl::unexpected(desc.error());
-  Result<HostBuffer> slab = builder.Read(options);
+  const Result<uint64_t> size = plan.SizeBytes();
+  if (!size) return tl::unexpected(size.error());
+  const std::string identity = Identity(checkpoint, source->name);
+  const PlacedMatrix matrix{.desc = *desc, .source = &*source};
+  const Result<SlabReader> reader = SlabReader::Create(checkpoint, identity, {&matrix, 1});
+  if (!reader) return tl::unexpected(reader.error());
+  Result<HostBuffer> slab = AllocateSlab(*size, identity, options);
   if (!slab) return tl::unexpected(slab.error());
-  return PreparedLinear::Create(*desc, options.in_channels, options.out_channels, *std::move(slab),
-                                Identity(checkpoint, source->name));
+  if (auto read = reader->Read(options, *slab); !read) return tl::unexpected(read.error());
+  return PreparedLinear::Create(*desc, options.in_channels, options.out_channels, *std::move(slab), identity);
 }
 
 }  // namespace espalier

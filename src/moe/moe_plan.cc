@@ -48,6 +48,24 @@ Result<void> CheckCommonOptions(const Options& options) {
   return {};
 }
 
+// What package and caller have to agree on.
+Result<void> CheckTerms(const ExpertsTable& experts, const MoePlanOptions& options) {
+  const RankPlan& own = experts.rank_plan();
+  if (options.place && !options.place->SamePlace(own)) {
+    return Error(StatusCode::kGeometry,
+                 fmt::format("{}: prepared for rank {} of tp {}, ep {}; the caller is rank {} of tp {}, ep {}",
+                             experts.identity(), own.rank, own.tp, own.ep, options.place->rank,
+                             options.place->tp, options.place->ep));
+  }
+  const std::optional<Dtype>& io = experts.geometry().io;
+  if (io && *io != options.input) {
+    return Error(StatusCode::kGeometry, fmt::format("{}: prepared for inputs of type {}; the plan asks for {}",
+                                                    experts.identity(), DtypeName(*io),
+                                                    DtypeName(options.input)));
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string_view CpuModeName(CpuMode mode) {
@@ -62,16 +80,18 @@ std::string_view CpuModeName(CpuMode mode) {
   return "unknown";
 }
 
-Result<MoePlan> MoePlan::Create(const PreparedExperts& experts, const MoePlanOptions& options) {
+Result<MoePlan> MoePlan::Create(const ExpertsTable& experts, const MoePlanOptions& options) {
   if (Result<void> checked = CheckCommonOptions(options); !checked) return tl::unexpected(checked.error());
   if (options.top_k < 1 || options.top_k > kMaxTopK) {
     return Error(StatusCode::kGeometry, fmt::format("top_k is {}; legal: 1 to {}", options.top_k, kMaxTopK));
   }
+  if (Result<void> checked = CheckTerms(experts, options); !checked) return tl::unexpected(checked.error());
   MoePlan plan;
   plan.options_ = options;
   // Fixed here, because the workspace holds scratch memory for every thread.
   if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();
   plan.geometry_ = experts.geometry();
+  plan.rank_plan_ = experts.rank_plan();
   plan.num_segments_ = static_cast<uint32_t>(experts.segments().size());
   plan.max_segments_per_expert_ = experts.max_segments_per_expert();
   plan.max_intermediate_channels_ = experts.max_intermediate_channels();

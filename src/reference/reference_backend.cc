@@ -46,7 +46,7 @@ struct MoeLayout {
   uint64_t total_bytes = 0;
 };
 
-Result<MoeLayout> LayOut(const PreparedExperts& experts, const MoePlanOptions& options) {
+Result<MoeLayout> LayOut(const ExpertsTable& experts, const MoePlanOptions& options) {
   const MoeGeometry& geometry = experts.geometry();
   const uint64_t hidden = geometry.stored_hidden_channels;
   const uint64_t width = experts.max_intermediate_channels();
@@ -253,13 +253,13 @@ class ReferenceExecutor final : public Backend {
     return "double precision, portable; defines what is right";
   }
 
-  Result<void> Supports(const PreparedExperts&, const MoePlanOptions& options) const override {
+  Result<void> Supports(const ExpertsTable&, const MoePlanOptions& options) const override {
     return CheckTypes(options);
   }
   Result<void> Supports(const PreparedLinear&, const LinearPlanOptions& options) const override {
     return CheckTypes(options);
   }
-  Result<uint64_t> WorkspaceBytes(const PreparedExperts& experts,
+  Result<uint64_t> WorkspaceBytes(const ExpertsTable& experts,
                                   const MoePlanOptions& options) const override {
     return LayOut(experts, options).map([](const MoeLayout& layout) { return layout.total_bytes; });
   }
@@ -269,7 +269,7 @@ class ReferenceExecutor final : public Backend {
   }
 
   Result<void> Run(const MoePlan& plan, const PreparedExperts& experts, const MoeArgs& args) const override {
-    const Result<MoeLayout> layout = LayOut(experts, plan.options());
+    const Result<MoeLayout> layout = LayOut(experts.table(), plan.options());
     if (!layout) return tl::unexpected(layout.error());
     const MoeCall call(plan, experts, args, *layout);
     std::byte* pack_storage = static_cast<std::byte*>(args.workspace) + layout->pack;

@@ -2,6 +2,7 @@
 #include "support/memory_file_system.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -30,32 +31,46 @@ tl::unexpected<Status> IoError(const std::filesystem::path& path, std::string_vi
 
 class MemoryFileSystem::OpenFile : public File {
  public:
-  OpenFile(std::filesystem::path path, std::shared_ptr<const Entry> entry, std::atomic<uint64_t>* bytes_read)
-      : File(std::move(path)), entry_(std::move(entry)), bytes_read_(bytes_read) {}
+  OpenFile(std::filesystem::path path, std::shared_ptr<const Entry> entry, MemoryFileSystem* owner)
+      : File(std::move(path)), entry_(std::move(entry)), owner_(owner) {}
 
   uint64_t size_bytes() const override { return entry_->size_bytes; }
 
+  Result<void> CheckUnchanged() const override {
+    const auto now = owner_->entries_.find(Key(path()));
+    if (now != owner_->entries_.end() && now->second->bytes == entry_->bytes) return {};
+    return IoError(path(), "was replaced or removed since its header was read");
+  }
+
   Result<size_t> ReadSome(uint64_t offset, std::span<std::byte> target) const override {
-    const ReadFaults& faults = entry_->faults;
+    ReadFaults& faults = *entry_->faults;
     uint64_t end = std::min(entry_->size_bytes, faults.ends_at.value_or(entry_->size_bytes));
     if (target.empty() || offset >= end) return 0;
     if (faults.fails_at) {
       if (offset >= *faults.fails_at) return IoError(path(), "read error on order");
       end = std::min(end, *faults.fails_at);
     }
+    if (TakeFailure(faults)) return IoError(path(), "passing read error on order");
     size_t count = std::min<uint64_t>(target.size(), end - offset);
     if (faults.max_bytes_per_read != 0) count = std::min(count, faults.max_bytes_per_read);
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t place = offset + i;
-      target[i] = static_cast<std::byte>(place < entry_->bytes.size() ? entry_->bytes[place] : 0);
-    }
-    *bytes_read_ += count;
+    const uint64_t stored = entry_->bytes->size();
+    const size_t from_bytes = offset < stored ? std::min<uint64_t>(count, stored - offset) : 0;
+    if (from_bytes > 0) std::memcpy(target.data(), entry_->bytes->data() + offset, from_bytes);
+    std::fill_n(target.begin() + static_cast<ptrdiff_t>(from_bytes), count - from_bytes, std::byte{0});
+    owner_->bytes_read_ += count;
     return count;
   }
 
  private:
+  bool TakeFailure(ReadFaults& faults) const {
+    const std::lock_guard lock(owner_->failing_);
+    if (faults.failing_reads == 0) return false;
+    --faults.failing_reads;
+    return true;
+  }
+
   std::shared_ptr<const Entry> entry_;
-  std::atomic<uint64_t>* bytes_read_;
+  MemoryFileSystem* owner_;
 };
 
 void MemoryFileSystem::Write(const std::filesystem::path& path, std::string bytes) {
@@ -66,7 +81,7 @@ void MemoryFileSystem::Write(const std::filesystem::path& path, std::string byte
 void MemoryFileSystem::WriteSparse(const std::filesystem::path& path, std::string bytes,
                                    uint64_t size_bytes) {
   Entry entry;
-  entry.bytes = std::move(bytes);
+  entry.bytes = std::make_shared<const std::string>(std::move(bytes));
   entry.size_bytes = size_bytes;
   entries_[Key(path)] = std::make_shared<const Entry>(std::move(entry));
 }
@@ -79,8 +94,12 @@ void MemoryFileSystem::AddEntry(const std::filesystem::path& path, EntryKind kin
 
 void MemoryFileSystem::SetFaults(const std::filesystem::path& path, const ReadFaults& faults) {
   Entry entry = *entries_.at(Key(path));
-  entry.faults = faults;
+  entry.faults = std::make_shared<ReadFaults>(faults);
   entries_[Key(path)] = std::make_shared<const Entry>(std::move(entry));
+}
+
+void MemoryFileSystem::SetLiveFaults(const std::filesystem::path& path, const ReadFaults& faults) {
+  *entries_.at(Key(path))->faults = faults;
 }
 
 void MemoryFileSystem::Remove(const std::filesystem::path& path) { entries_.erase(Key(path)); }
@@ -97,7 +116,7 @@ FileSystem::EntryKind MemoryFileSystem::Kind(const std::filesystem::path& path) 
 Result<std::unique_ptr<File>> MemoryFileSystem::Open(const std::filesystem::path& path) {
   switch (Kind(path)) {
     case EntryKind::kRegular:
-      return std::make_unique<OpenFile>(path, entries_.at(Key(path)), &bytes_read_);
+      return std::make_unique<OpenFile>(path, entries_.at(Key(path)), this);
     case EntryKind::kDirectory:
       return IoError(path, "is a directory; a regular file is needed");
     case EntryKind::kDanglingLink:

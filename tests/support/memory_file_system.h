@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,9 +23,11 @@ struct ReadFaults {
   // One ReadSome gives at most this many bytes; 0 = as many as asked for.
   size_t max_bytes_per_read = 0;
   // A read that would touch this byte stops before it; one that begins at or after it fails with kIo.
-  std::optional<uint64_t> fails_at;
+  std::optional<uint64_t> fails_at = {};
   // The file was cut to this size after it was opened: its size_bytes() still says more.
-  std::optional<uint64_t> ends_at;
+  std::optional<uint64_t> ends_at = {};
+  // So many reads fail with kIo, then all is well.
+  int failing_reads = 0;
 };
 
 // Not to be changed while another thread uses it; its open files may be read by any number of threads.
@@ -37,6 +40,8 @@ class MemoryFileSystem : public FileSystem {
   void AddEntry(const std::filesystem::path& path, EntryKind kind);
   // REQUIRES: the file is there. Holds for files opened from now on.
   void SetFaults(const std::filesystem::path& path, const ReadFaults& faults);
+  // The same for files that are open already. A replaced file (Write) is a new one.
+  void SetLiveFaults(const std::filesystem::path& path, const ReadFaults& faults);
   void Remove(const std::filesystem::path& path);
 
   // Over all files since the beginning.
@@ -49,13 +54,14 @@ class MemoryFileSystem : public FileSystem {
  private:
   struct Entry {
     EntryKind kind = EntryKind::kRegular;
-    std::string bytes;
+    std::shared_ptr<const std::string> bytes = std::make_shared<std::string>();
     uint64_t size_bytes = 0;
-    ReadFaults faults;
+    std::shared_ptr<ReadFaults> faults = std::make_shared<ReadFaults>();
   };
   class OpenFile;
 
   std::map<std::string, std::shared_ptr<const Entry>> entries_;
+  std::mutex failing_;
   std::atomic<uint64_t> bytes_read_{0};
 };
 

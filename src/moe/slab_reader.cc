@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/slab_reader.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <set>
+
+#include "moe/workspace.h"
+
+namespace espalier {
+namespace {
+
+constexpr uint64_t kMaxLaneBytes = uint64_t{1} << 20;
+constexpr uint64_t kMinLaneBytes = uint64_t{64} << 10;
+constexpr uint16_t kFp16One = 0x3C00;
+constexpr uint16_t kFp16MinusOne = 0xBC00;
+
+uint64_t RegionBytes(const CopyRegion& region) { return region.rows * region.row_bytes; }
+
+bool IsRun(const CopyRegion& region) {
+  return region.rows == 1 ||
+         (region.source_stride == region.row_bytes && region.target_stride == region.row_bytes);
+}
+
+// One run in the file whose rows go to different places.
+bool NeedsStaging(const CopyRegion& region) {
+  return !IsRun(region) && region.source_stride == region.row_bytes;
+}
+
+// The part of a region whose target lies in [begin, end). Rows are whole or absent, as pieces begin and end
+// where rows of tiles do.
+std::optional<CopyRegion> CutTarget(const CopyRegion& region, uint64_t begin, uint64_t end) {
+  CopyRegion cut = region;
+  if (IsRun(region)) {
+    const uint64_t first = std::max(begin, region.target_offset);
+    const uint64_t last = std::min(end, region.target_offset + RegionBytes(region));
+    if (first >= last) return std::nullopt;
+    cut.rows = 1;
+    cut.row_bytes = last - first;
+    cut.source_offset += first - region.target_offset;
+    cut.target_offset = first;
+    return cut;
+  }
+  const uint64_t stride = region.target_stride;
+  const auto rows_before = [&](uint64_t at) {
+    if (at <= region.target_offset) return uint64_t{0};
+    return std::min(region.rows, (at - region.target_offset + stride - 1) / stride);
+  };
+  const uint64_t first = rows_before(begin);
+  cut.rows = rows_before(end) - first;
+  if (cut.rows == 0) return std::nullopt;
+  cut.source_offset += first * region.source_stride;
+  cut.target_offset += first * stride;
+  return cut;
+}
+
+// Keeps the error of the earliest task that failed, and the bytes done.
+class Outcome {
+ public:
+  Outcome(const LoadOptions& options, uint64_t total) : options_(options), total_(total) {
+    if (options_.progress) options_.progress(0, total_);
+  }
+
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }
+
+  void Finish(uint64_t task, const Result<void>& result, uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    if (!result) {
+      failed_ = true;
+      if (!error_ || task < error_task_) {
+        error_ = result.error();
+        error_task_ = task;
+      }
+      return;
+    }
+    done_ += bytes;
+    if (options_.progress) options_.progress(done_, total_);
+  }
+
+  Result<void> Take() const {
+    if (error_) return tl::unexpected(*error_);
+    return {};
+  }
+
+ private:
+  const LoadOptions& options_;
+  uint64_t total_;
+  std::mutex mutex_;
+  std::atomic<bool> failed_{false};
+  std::optional<Status> error_;
+  uint64_t error_task_ = 0;
+  uint64_t done_ = 0;
+};
+
+}  // namespace
+
+Result<SlabReader> SlabReader::Create(const Checkpoint& checkpoint, std::string identity,
+                                      std::span<const PlacedMatrix> matrices) {
+  SlabReader reader(checkpoint, std::move(identity));
+  if (auto added = reader.AddCodes(matrices); !added) return tl::unexpected(added.error());
+  std::set<uint64_t> placed;  // vectors that several matrices share are read once
+  for (const PlacedMatrix& matrix : matrices) {
+    const MatrixDesc& desc = matrix.desc;
+    if (placed.insert(desc.suh_offset_bytes).second)
+      reader.AddVector(matrix.source->suh, desc.suh_offset_bytes, desc.in_channels);
+    if (placed.insert(desc.svh_offset_bytes).second)
+      reader.AddVector(matrix.source->svh, desc.svh_offset_bytes, desc.out_channels);
+    if (desc.bias_offset_bytes != kAbsentOffset)
+      reader.AddVector(matrix.source->bias, desc.bias_offset_bytes, desc.out_channels);
+  }
+  std::set<uint32_t> read;
+  for (const Task& task : reader.tasks_) {
+    reader.read_bytes_ += task.bytes;
+    for (const CopyRegion& region : task.regions) {
+      read.insert(region.file);
+      reader.needs_staging_ = reader.needs_staging_ || NeedsStaging(region);
+    }
+    reader.needs_staging_ = reader.needs_staging_ || task.sign_channels != 0;
+  }
+  reader.files_.assign(read.begin(), read.end());
+  return reader;
+}
+
+Result<void> SlabReader::AddCodes(std::span<const PlacedMatrix> matrices) {
+  for (const PlacedMatrix& matrix : matrices) matrices_.push_back(matrix.desc);
+  pieces_ = CodePieces(matrices_);
+  for (const CodePiece& piece : pieces_) {
+    const MatrixSource& source = *matrices[piece.matrix].source;
+    Task task;
+    for (const CopyRegion& region : source.codes) {
+      std::optional<CopyRegion> cut =
+          CutTarget(region, piece.first_byte, piece.first_byte + piece.size_bytes);
+      if (!cut) continue;
+      cut->target_offset += matrices_[piece.matrix].codes_offset_bytes;
+      task.bytes += RegionBytes(*cut);
+      task.regions.push_back(*cut);
+    }
+    if (task.bytes != piece.size_bytes) {
+      return Error(StatusCode::kFormat,
+                   fmt::format("{}: found {} bytes for codes [{}, +{}), legal: all of them", source.name,
+                               task.bytes, piece.first_byte, piece.size_bytes));
+    }
+    tasks_.push_back(std::move(task));
+  }
+  return {};
+}
+
+void SlabReader::AddVector(const VectorSource& source, uint64_t offset, uint64_t channels) {
+  Task task;
+  task.regions = source.regions;
+  for (const CopyRegion& region : task.regions) task.bytes += RegionBytes(region);
+  if (source.kind == VectorSource::Kind::kSignBits) {
+    task.signs_offset = offset;
+    task.sign_channels = channels;
+  } else {
+    for (CopyRegion& region : task.regions) region.target_offset += offset;
+  }
+  tasks_.push_back(std::move(task));
+}
+
+SlabReader::Staging SlabReader::ChooseStaging(const LoadOptions& options) const {
+  const int threads = NumLanes(options.num_threads);
+  const auto tasks = static_cast<int>(std::clamp<uint64_t>(tasks_.size(), 1, 4096));
+  if (!needs_staging_) return {.lanes = std::min(threads, tasks), .lane_bytes = 0};
+  const uint64_t most = std::max<uint64_t>(options.staging_bytes / kMinLaneBytes, 1);
+  const int lanes = std::min({threads, tasks, static_cast<int>(std::min<uint64_t>(most, 4096))});
+  // Whole pages, so that the sum stays below what was asked for.
+  const uint64_t share = options.staging_bytes / static_cast<uint64_t>(lanes) / 4096 * 4096;
+  return {.lanes = lanes, .lane_bytes = std::clamp(share, kMinLaneBytes, kMaxLaneBytes)};
+}
+
+uint64_t SlabReader::StagingBytes(const LoadOptions& options) const {
+  const Staging staging = ChooseStaging(options);
+  return static_cast<uint64_t>(staging.lanes) * staging.lane_bytes;
+}
+
+Result<void> SlabReader::RunTask(const Task& task, std::span<std::byte> staging, HostBuffer& slab) const {
+  if (task.sign_channels == 0) return checkpoint_->ReadRegions(task.regions, slab.span(), staging);
+  // A row of bits fits: 64 KiB hold the signs of 524,288 channels.
+  const uint64_t bytes = task.sign_channels / 8;
+  if (bytes > staging.size()) {
+    return Error(StatusCode::kCapacity, fmt::format("{}: {} channels of packed signs; legal: at most {}",
+                                                    identity_, task.sign_channels,
+                                                    staging.size() * 8));
+  }
+  const std::span<std::byte> bits = staging.first(bytes);
+  if (auto read = checkpoint_->ReadRegions(task.regions, bits); !read) return read;
+  for (uint64_t i = 0; i < task.sign_channels; ++i) {
+    // 16-bit little-endian words, least significant bit first: the same as bytes, bit by bit.
+    const bool negative = (static_cast<unsigned>(bits[i / 8]) >> (i % 8) & 1u) != 0;
+    const uint16_t value = negative ? kFp16MinusOne : kFp16One;
+    std::memcpy(slab.data() + task.signs_offset + i * sizeof(value), &value, sizeof(value));
+  }
+  return {};
+}
+
+// A file that was replaced or written to since its header was read holds other bytes than the table says.
+Result<void> SlabReader::CheckFiles() const {
+  for (const uint32_t file : files_) {
+    if (auto same = checkpoint_->CheckUnchanged(file); !same) return same;
+  }
+  return {};
+}
+
+Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, HostBuffer& slab) const {
+  const Staging staging = ChooseStaging(options);
+  Result<HostBuffer> scratch = HostBuffer::Create(static_cast<uint64_t>(staging.lanes) * staging.lane_bytes);
+  if (!scratch) return tl::unexpected(scratch.error());
+  std::vector<std::string> hashes(options.hash ? pieces_.size() : 0);
+  Outcome outcome(options, read_bytes_);
+  RunOnLanes(staging.lanes, tasks_.size(), [&](uint64_t lane, uint64_t task) {
+    if (outcome.failed()) return;
+    const Result<void> done =
+        RunTask(tasks_[task], scratch->span().subspan(lane * staging.lane_bytes, staging.lane_bytes), slab);
+    // While the piece is still in the cache.
+    if (done && task < hashes.size())
+      hashes[task] = HashPiece(matrices_[pieces_[task].matrix], pieces_[task], slab.data());
+    outcome.Finish(task, done, tasks_[task].bytes);
+  });
+  if (auto done = outcome.Take(); !done) return tl::unexpected(done.error());
+  if (auto same = CheckFiles(); !same) return tl::unexpected(same.error());
+  return hashes;
+}
+
+}  // namespace espalier

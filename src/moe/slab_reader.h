@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Fills a slab from the files of a checkpoint: parallel positioned reads, each byte once.
+#ifndef ESPALIER_SRC_MOE_SLAB_READER_H_
+#define ESPALIER_SRC_MOE_SLAB_READER_H_
+
+#include <espalier/experts.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "moe/slab_hash.h"
+
+namespace espalier {
+
+struct PlacedMatrix {
+  MatrixDesc desc;
+  const MatrixSource* source = nullptr;
+};
+
+class SlabReader {
+ public:
+  // `identity` names the content in messages. Cost: linear in the regions. The sources are not needed
+  // afterwards. Error: kFormat when they do not cover the codes exactly.
+  static Result<SlabReader> Create(const Checkpoint& checkpoint, std::string identity,
+                                   std::span<const PlacedMatrix> matrices);
+
+  uint64_t read_bytes() const { return read_bytes_; }
+  // Memory beside the slab that Read takes under these options.
+  uint64_t StagingBytes(const LoadOptions& options) const;
+
+  // kIo when one of the files is not what it was when its header was read. Read checks again at its end.
+  Result<void> CheckFiles() const;
+
+  // Fills the slab; returns the hashes of CodePieces, none unless options.hash. Errors: kIo (also a file that
+  // changed since it was opened), kCapacity.
+  Result<std::vector<std::string>> Read(const LoadOptions& options, HostBuffer& slab) const;
+
+ private:
+  // One thread's work at a time.
+  struct Task {
+    std::vector<CopyRegion> regions;  // targets are bytes of the slab
+    uint64_t bytes = 0;
+    // Sign bits to be expanded: fp16 values at this place.
+    uint64_t signs_offset = kAbsentOffset;
+    uint64_t sign_channels = 0;
+  };
+  struct Staging {
+    int lanes = 1;
+    uint64_t lane_bytes = 0;
+  };
+
+  SlabReader(const Checkpoint& checkpoint, std::string identity)
+      : checkpoint_(&checkpoint), identity_(std::move(identity)) {}
+
+  Result<void> AddCodes(std::span<const PlacedMatrix> matrices);
+  void AddVector(const VectorSource& source, uint64_t offset, uint64_t channels);
+  Staging ChooseStaging(const LoadOptions& options) const;
+  Result<void> RunTask(const Task& task, std::span<std::byte> staging, HostBuffer& slab) const;
+
+  const Checkpoint* checkpoint_;
+  std::string identity_;
+  std::vector<MatrixDesc> matrices_;
+  std::vector<CodePiece> pieces_;
+  std::vector<Task> tasks_;  // of the pieces, in order, then of the vectors
+  uint64_t read_bytes_ = 0;
+  bool needs_staging_ = false;
+  std::vector<uint32_t> files_;  // that are read, ascending
+};
+
+}  // namespace espalier
+
+#endif  // ESPALIER_SRC_MOE_SLAB_READER_H_
