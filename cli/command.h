@@ -31,6 +31,7 @@ struct Invocation {
 // One function per verb.
 void AddDoctor(CLI::App& app, Invocation& invocation);
 void AddInspect(CLI::App& app, Invocation& invocation);
+void AddPlan(CLI::App& app, Invocation& invocation);
 void AddDecode(CLI::App& app, Invocation& invocation);
 void AddRun(CLI::App& app, Invocation& invocation);
 void AddVerify(CLI::App& app, Invocation& invocation);

@@ -82,6 +82,7 @@ void AddCommands(CLI::App& app, Invocation& invocation) {
   app.require_subcommand(1);
   AddDoctor(app, invocation);
   AddInspect(app, invocation);
+  AddPlan(app, invocation);
   AddDecode(app, invocation);
   AddRun(app, invocation);
   AddVerify(app, invocation);

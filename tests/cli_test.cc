@@ -17,6 +17,7 @@
 
 #include "base/file.h"
 #include "checkpoint/safetensors.h"
+#include "espalier_command.h"
 #include "support/checkpoint_writer.h"
 #include "support/subprocess.h"
 #include "support/temporary_directory.h"
@@ -26,38 +27,15 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
-using testing::RunSubprocess;
 using testing::SubprocessOptions;
 using testing::SubprocessResult;
 using testing::TemporaryDirectory;
-using Json = nlohmann::json;
 
 const std::string kFixtures = ESPALIER_TEST_DATA "/fixtures";
 const std::string kBundled = ESPALIER_BUNDLED_CHECKPOINT;
 const std::string kQwen = kFixtures + "/stock-qwen3";
 const std::string kQwenInput = kFixtures + "/inputs/in-5-384-3.m7-i64.safetensors";
-const std::vector<std::string> kCommands = {"doctor", "inspect", "decode", "run", "verify", "compare"};
-
-SubprocessResult Espalier(std::vector<std::string> arguments, const SubprocessOptions& options = {}) {
-  arguments.insert(arguments.begin(), ESPALIER_BINARY);
-  return RunSubprocess(arguments, options);
-}
-
-// Runs with --json and parses the one document that stdout must hold.
-struct JsonResult {
-  int exit_code = -1;
-  Json document;
-  std::string standard_error;
-};
-
-JsonResult EspalierJson(std::vector<std::string> arguments, const SubprocessOptions& options = {}) {
-  arguments.push_back("--json");
-  SubprocessResult result = Espalier(std::move(arguments), options);
-  Json document = Json::parse(result.standard_output, nullptr, false);
-  EXPECT_FALSE(document.is_discarded())
-      << "not one JSON document: " << result.standard_output << result.standard_error;
-  return {result.exit_code, std::move(document), std::move(result.standard_error)};
-}
+const std::vector<std::string> kCommands = {"doctor", "inspect", "plan", "decode", "run", "verify", "compare"};
 
 std::string Text(const std::vector<std::string>& arguments) {
   std::string text = "espalier";

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan_svg.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "output.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr double kLeft = 90;
+constexpr double kWidth = 720;
+constexpr double kBand = 14;
+constexpr double kGap = 2;
+constexpr double kLine = 18;
+constexpr double kMargin = 20;
+constexpr size_t kMaxBars = 256;  // ranks drawn one by one
+
+// The golden angle keeps neighbours apart at any number of ranks.
+std::string ColorOf(int rank) { return fmt::format("hsl({:.0f},55%,58%)", 137.508 * rank); }
+
+std::string Escaped(std::string_view text) {
+  std::string escaped;
+  for (const char c : Printable(text)) {
+    switch (c) {
+      case '&': escaped += "&amp;"; break;
+      case '<': escaped += "&lt;"; break;
+      case '>': escaped += "&gt;"; break;
+      case '"': escaped += "&quot;"; break;
+      default: escaped += c;
+    }
+  }
+  return escaped;
+}
+
+class Drawing {
+ public:
+  void Text(double x, double y, std::string_view text, std::string_view anchor = "start") {
+    body_ += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, y, anchor,
+                         Escaped(text));
+  }
+  void Box(double x, double y, double width, const std::string& color, std::string_view title) {
+    body_ += fmt::format(
+        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\"><title>{}</title></rect>\n",
+        x, y, std::max(width - 0.5, 0.2), kBand, color, Escaped(title));
+  }
+  std::string Finish(double height) const {
+    return fmt::format(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} "
+        "{1:.0f}\" font-family=\"sans-serif\" font-size=\"11\" fill=\"#555\">\n"
+        "<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{2}</svg>\n",
+        kLeft + kWidth + 110, height, body_);
+  }
+
+ private:
+  std::string body_;
+};
+
+double DrawLayers(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing& drawing, double y) {
+  drawing.Text(kLeft, y, "intermediate channels, by layer and tensor-parallel rank");
+  y += 8;
+  for (const LayerExtents& layer : plan.layers()) {
+    const MoeLayer& info = checkpoint.layers()[layer.layer];
+    drawing.Text(kLeft - 6, y + kBand - 3, "layer " + info.label, "end");
+    const double scale = kWidth / static_cast<double>(std::max<uint64_t>(info.intermediate_channels, 1));
+    for (size_t rank = 0; rank < layer.ranks.size(); ++rank) {
+      const RankExtent& extent = layer.ranks[rank];
+      if (extent.channels == 0) continue;
+      drawing.Box(kLeft + static_cast<double>(extent.first_channel) * scale, y,
+                  static_cast<double>(extent.channels) * scale, ColorOf(static_cast<int>(rank)),
+                  fmt::format("layer {}, tp rank {}: channels {} to {} ({}), {}", info.label, rank,
+                              extent.first_channel, extent.first_channel + extent.channels - 1,
+                              extent.channels, BytesText(extent.weight_bytes)));
+    }
+    y += kBand + kGap;
+  }
+  return y;
+}
+
+double DrawExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing& drawing, double y) {
+  if (plan.ep() == 1 || plan.layers().empty()) return y;
+  const double scale = kWidth / std::max<double>(checkpoint.layers()[0].experts, 1);
+  drawing.Text(kLeft, y + kLine, "experts, by expert-parallel rank");
+  y += kLine + 8;
+  for (int ep = 0; ep < plan.ep(); ++ep) {
+    const ExpertRange range = plan.Experts(0, ep);
+    if (range.experts == 0) continue;
+    drawing.Box(kLeft + range.first_expert * scale, y, range.experts * scale, ColorOf(ep * plan.tp()),
+                fmt::format("ep rank {}: experts {} to {}", ep, range.first_expert,
+                            range.first_expert + range.experts - 1));
+  }
+  return y + kBand + kGap;
+}
+
+double DrawBytes(const ExtentPlan& plan, std::span<const RankMemory> memory, Drawing& drawing, double y) {
+  uint64_t most = 1;
+  for (const RankMemory& rank : memory) most = std::max(most, rank.slab_bytes);
+  drawing.Text(kLeft, y + kLine, "weights by rank");
+  y += kLine + 8;
+  const size_t drawn = std::min(memory.size(), kMaxBars);
+  for (size_t rank = 0; rank < drawn; ++rank) {
+    const uint64_t bytes = memory[rank].slab_bytes;
+    const double width = kWidth * static_cast<double>(bytes) / static_cast<double>(most);
+    drawing.Text(kLeft - 6, y + kBand - 3, fmt::format("rank {}", rank), "end");
+    drawing.Box(kLeft, y, width, ColorOf(static_cast<int>(rank) % plan.tp()),
+                fmt::format("rank {}: {}", rank, BytesText(bytes)));
+    drawing.Text(kLeft + width + 6, y + kBand - 3, BytesText(bytes));
+    y += kBand + kGap;
+  }
+  if (drawn < memory.size()) {
+    drawing.Text(kLeft, y + kLine - 4, fmt::format("and {} more ranks", memory.size() - drawn));
+    y += kLine;
+  }
+  return y;
+}
+
+}  // namespace
+
+std::string PlanSvg(const Checkpoint& checkpoint, const ExtentPlan& plan, std::span<const RankMemory> memory) {
+  Drawing drawing;
+  double y = kMargin + 10;
+  drawing.Text(kMargin, y, fmt::format("{}: tp {}, ep {}", checkpoint.path().filename().string(), plan.tp(),
+                                       plan.ep()));
+  y = DrawLayers(checkpoint, plan, drawing, y + kLine);
+  y = DrawExperts(checkpoint, plan, drawing, y);
+  y = DrawBytes(plan, memory, drawing, y);
+  return drawing.Finish(y + kMargin);
+}
+
+}  // namespace espalier::cli
