@@ -9,6 +9,7 @@
 #include <espalier/experts.h>
 #include <espalier/extent_plan.h>
 #include <espalier/formats.h>
+#include <espalier/host_buffer.h>
 #include <espalier/moe.h>
 #include <espalier/prepare.h>
 #include <espalier/status.h>

@@ -9,6 +9,7 @@
 #include <espalier/checkpoint.h>
 #include <espalier/extent_plan.h>
 #include <espalier/formats.h>
+#include <espalier/host_buffer.h>
 #include <espalier/status.h>
 
 #include <cstddef>
@@ -24,33 +25,6 @@ namespace espalier {
 
 inline constexpr uint64_t kSlabAlignmentBytes = 64;  // every offset in a slab is a multiple of this
 inline constexpr uint64_t kAbsentOffset = ~uint64_t{0};
-
-// Owned host memory, not initialised. Movable, not copyable.
-class HostBuffer {
- public:
-  // Aligned to 4096 bytes. Error: kCapacity when the machine refuses the memory.
-  static Result<HostBuffer> Create(uint64_t size_bytes);
-
-  // Memory of the caller's kind (pinned, huge pages, shared), handed back with release(data) when the buffer
-  // dies. REQUIRES: aligned to kSlabAlignmentBytes.
-  static HostBuffer Adopt(std::byte* data, uint64_t size_bytes, std::function<void(std::byte*)> release);
-
-  HostBuffer() = default;
-  HostBuffer(HostBuffer&&) noexcept;
-  HostBuffer& operator=(HostBuffer&&) noexcept;
-  ~HostBuffer();
-
-  std::byte* data() { return data_; }
-  const std::byte* data() const { return data_; }
-  uint64_t size_bytes() const { return size_bytes_; }
-  std::span<std::byte> span() { return {data_, size_bytes_}; }
-  std::span<const std::byte> span() const { return {data_, size_bytes_}; }
-
- private:
-  std::byte* data_ = nullptr;
-  uint64_t size_bytes_ = 0;
-  std::function<void(std::byte*)> release_;  // empty: memory of Create
-};
 
 // One EXL3 matrix W [in][out] inside a slab. Offsets are bytes from the start of the slab.
 struct MatrixDesc {

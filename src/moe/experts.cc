@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <new>
 #include <utility>
 
 #include "base/checked.h"
@@ -12,8 +11,6 @@
 namespace espalier {
 namespace {
 
-constexpr std::align_val_t kBufferAlignment{4096};
-constexpr uint64_t kMaxBufferBytes = uint64_t{1} << 47;  // the user half of a 48-bit address space
 constexpr uint32_t kMaxExperts = 1u << 20;
 
 // Where a matrix or vector lies, for messages.
@@ -172,47 +169,6 @@ Result<void> CheckSegment(std::string_view identity, const MoeGeometry& geometry
 }
 
 }  // namespace
-
-Result<HostBuffer> HostBuffer::Create(uint64_t size_bytes) {
-  HostBuffer buffer;
-  if (size_bytes == 0) return buffer;
-  if (size_bytes <= kMaxBufferBytes) {
-    buffer.data_ = static_cast<std::byte*>(::operator new(size_bytes, kBufferAlignment, std::nothrow));
-  }
-  if (buffer.data_ == nullptr) {
-    return Error(StatusCode::kCapacity, fmt::format("no memory for a buffer of {} bytes", size_bytes));
-  }
-  buffer.size_bytes_ = size_bytes;
-  return buffer;
-}
-
-HostBuffer HostBuffer::Adopt(std::byte* data, uint64_t size_bytes, std::function<void(std::byte*)> release) {
-  HostBuffer buffer;
-  buffer.data_ = data;
-  buffer.size_bytes_ = size_bytes;
-  buffer.release_ = std::move(release);
-  return buffer;
-}
-
-HostBuffer::HostBuffer(HostBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_bytes_(std::exchange(other.size_bytes_, 0)),
-      release_(std::exchange(other.release_, nullptr)) {}
-
-HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_bytes_, other.size_bytes_);
-  std::swap(release_, other.release_);
-  return *this;
-}
-
-HostBuffer::~HostBuffer() {
-  if (release_) {
-    release_(data_);
-  } else {
-    ::operator delete(data_, kBufferAlignment);
-  }
-}
 
 Result<ExpertsTable> ExpertsTable::Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
                                           uint64_t slab_bytes, std::string identity, RankPlan rank_plan) {
