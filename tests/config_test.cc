@@ -60,6 +60,27 @@ std::vector<RefusalCase> ConfigCases() {
       {"experts_null", base, Set("/num_experts", nullptr), Accepted()},
       {"experts_text", base, Set("/num_experts", "3"), Format({kConfig, "num_experts"})},
       {"top_k_text", base, Set("/num_experts_per_tok", "2"), Format({kConfig, "num_experts_per_tok"})},
+      // Sizes outside the routed experts: their tensors are not looked at here.
+      {"heads_text", base, Set("/num_attention_heads", "96"), Format({kConfig, "num_attention_heads"})},
+      {"heads_negative", base, Set("/num_attention_heads", -1), Format({kConfig, "num_attention_heads"})},
+      {"heads_fraction", base, Set("/num_attention_heads", 1.5), Format({kConfig, "num_attention_heads"})},
+      {"heads_of_2_pow_64", base, Set("/num_attention_heads", 18446744073709551615ull), Accepted()},
+      {"heads_by_layer", base, Set("/num_attention_heads", {96, 48}), Accepted()},
+      {"heads_null", base, Set("/num_attention_heads", nullptr), Accepted()},
+      {"kv_heads_text", base, Set("/num_key_value_heads", "8"), Format({kConfig, "num_key_value_heads"})},
+      {"head_dim_object", base, Set("/head_dim", Json::object()), Format({kConfig, "head_dim"})},
+      {"dense_width_bool", base, Set("/intermediate_size", true), Format({kConfig, "intermediate_size"})},
+      {"dense_width_by_layer", base, Set("/intermediate_size", {1, 2}), Accepted()},
+      {"shared_width_text", base, Set("/shared_expert_intermediate_size", "1"),
+       Format({kConfig, "shared_expert_intermediate_size"})},
+      {"shared_experts_negative", base, Set("/n_shared_experts", -1), Format({kConfig, "n_shared_experts"})},
+      {"shared_experts_product_overflows", base, Set("/n_shared_experts", uint64_t{1} << 60),
+       Format({kConfig, "1152921504606846976", "256", "2^64"})},
+      {"linear_attention_text", base, Set("/linear_attn_config", "none"),
+       Format({kConfig, "linear_attn_config"})},
+      {"linear_attention_null", base, Set("/linear_attn_config", nullptr), Accepted()},
+      {"linear_heads_text", base, Set("/linear_attn_config", {{"num_heads", "96"}}),
+       Format({kConfig, "linear_attn_config.num_heads"})},
       {"nested_hidden_more_than_stored", base,
        [](CheckpointFiles& files) {
          Json inner = files.config();
@@ -242,6 +263,45 @@ TEST(ConfigFieldsTest, TextConfigIsLookedAtAfterTheTopLevel) {
   EXPECT_EQ(config.top_k, 3u);
   ASSERT_TRUE(config.activation.has_value());
   EXPECT_EQ(config.activation->kind, ActivationKind::kGelu);
+}
+
+TEST(ConfigFieldsTest, HeadsAndDenseWidths) {
+  const ModelConfig kimi = ConfigOf(
+      Replace({{"text_config",
+                {{"num_attention_heads", 96},
+                 {"num_key_value_heads", 96},
+                 {"head_dim", 128},
+                 {"intermediate_size", 6144},
+                 {"moe_intermediate_size", 256},
+                 {"num_shared_experts", 2},
+                 {"linear_attn_config", {{"num_heads", 64}, {"head_dim", 32}, {"kda_layers", {1, 2}}}}}}}));
+  EXPECT_EQ(kimi.attention_heads, 96u);
+  EXPECT_EQ(kimi.kv_heads, 96u);
+  EXPECT_EQ(kimi.head_dim, 128u);
+  EXPECT_EQ(kimi.linear_heads, 64u);
+  EXPECT_EQ(kimi.linear_head_dim, 32u);
+  EXPECT_EQ(kimi.dense_intermediate_channels, 6144u);
+  EXPECT_EQ(kimi.shared_intermediate_channels, 512u);
+  EXPECT_EQ(kimi.intermediate_channels, 256u);
+  // A config that a padded run has left behind.
+  const ModelConfig padded =
+      ConfigOf(Replace({{"num_attention_heads", 99},
+                        {"original_num_attention_heads", 96},
+                        {"linear_attn_config", {{"num_heads", 99}, {"original_num_heads", 96}}}}));
+  EXPECT_EQ(padded.attention_heads, 96u);
+  EXPECT_EQ(padded.linear_heads, 96u);
+  EXPECT_EQ(ConfigOf(Replace({{"moe_intermediate_size", 256}, {"n_shared_experts", 3}}))
+                .shared_intermediate_channels,
+            768u);
+  EXPECT_EQ(ConfigOf(Replace({{"moe_intermediate_size", 256},
+                              {"n_shared_experts", 3},
+                              {"shared_expert_intermediate_size", 100}}))
+                .shared_intermediate_channels,
+            100u);
+  const ModelConfig none = ConfigOf(Replace({{"num_attention_heads", {1, 2}}}));
+  EXPECT_EQ(none.attention_heads + none.kv_heads + none.head_dim + none.linear_heads + none.linear_head_dim +
+                none.dense_intermediate_channels + none.shared_intermediate_channels,
+            0u);
 }
 
 TEST(ConfigFieldsTest, Activations) {

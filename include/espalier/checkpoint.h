@@ -63,6 +63,18 @@ struct ModelConfig {
   uint64_t intermediate_channels = 0;    // moe_intermediate_size, else intermediate_size
   uint64_t top_k = 0;                    // num_experts_per_tok
   std::optional<Activation> activation;  // empty when no config names one: SiLU is assumed then
+
+  // The rest of the model; a list with one value per layer counts as absent. Never what a tensor-parallel
+  // size pads them to: an original_ key that such a size left in the config comes first.
+  uint64_t attention_heads = 0;              // [original_]num_attention_heads
+  uint64_t kv_heads = 0;                     // num_key_value_heads
+  uint64_t head_dim = 0;                     // head_dim
+  uint64_t linear_heads = 0;                 // linear_attn_config.[original_]num_heads
+  uint64_t linear_head_dim = 0;              // linear_attn_config.head_dim
+  uint64_t dense_intermediate_channels = 0;  // intermediate_size, whether or not a layer is dense
+  // Of the shared experts together: shared_expert_intermediate_size, else n_shared_experts |
+  // num_shared_experts times the routed width.
+  uint64_t shared_intermediate_channels = 0;
 };
 
 // A rectangle of bytes of one file and where it goes: row i is `row_bytes` bytes from

@@ -8,6 +8,8 @@
 #include <map>
 #include <unordered_map>
 
+#include "base/checked.h"
+
 namespace espalier {
 namespace {
 
@@ -79,6 +81,19 @@ struct ConfigLevels {
   Result<uint64_t> FirstUnsigned(std::initializer_list<std::string_view> keys) const {
     for (const JsonObject& level : levels) {
       for (const std::string_view key : keys) {
+        const auto value = level.Unsigned(key);
+        if (!value) return tl::unexpected(value.error());
+        if (*value) return **value;
+      }
+    }
+    return 0;
+  }
+  // The same, but a list counts as absent: some models give these sizes layer by layer.
+  Result<uint64_t> FirstSize(std::initializer_list<std::string_view> keys) const {
+    for (const JsonObject& level : levels) {
+      for (const std::string_view key : keys) {
+        const auto element = level.Find(key);
+        if (element && element->is_array()) return 0;
         const auto value = level.Unsigned(key);
         if (!value) return tl::unexpected(value.error());
         if (*value) return **value;
@@ -165,6 +180,52 @@ Result<std::optional<Activation>> ReadActivation(const ConfigLevels& levels) {
   return activation;
 }
 
+struct SizeField {
+  uint64_t* target;
+  std::initializer_list<std::string_view> keys;
+};
+
+Result<void> ReadSizes(const ConfigLevels& levels, std::initializer_list<SizeField> fields) {
+  for (const SizeField& field : fields) {
+    const auto value = levels.FirstSize(field.keys);
+    if (!value) return tl::unexpected(value.error());
+    *field.target = *value;
+  }
+  return {};
+}
+
+// Heads and widths outside the routed experts. REQUIRES: the routed width has been read.
+Result<void> ReadDenseSizes(const ConfigLevels& levels, ModelConfig& model) {
+  uint64_t shared_experts = 0;
+  if (auto r = ReadSizes(levels,
+                         {{&model.attention_heads, {"original_num_attention_heads", "num_attention_heads"}},
+                          {&model.kv_heads, {"num_key_value_heads"}},
+                          {&model.head_dim, {"head_dim"}},
+                          {&model.dense_intermediate_channels, {"intermediate_size"}},
+                          {&model.shared_intermediate_channels, {"shared_expert_intermediate_size"}},
+                          {&shared_experts, {"n_shared_experts", "num_shared_experts"}}});
+      !r) {
+    return r;
+  }
+  if (model.shared_intermediate_channels == 0) {
+    const auto width = CheckedMul(shared_experts, model.intermediate_channels);
+    if (!width) {
+      return Error(
+          StatusCode::kFormat,
+          fmt::format("{}: found {} shared experts of {} channels, legal: fewer than 2^64 channels together",
+                      levels.levels.front().source, shared_experts, model.intermediate_channels));
+    }
+    model.shared_intermediate_channels = *width;
+  }
+  constexpr std::string_view kLinearKey = "linear_attn_config";
+  const JsonObject* level = levels.With(kLinearKey);
+  if (level == nullptr) return {};
+  const auto linear = level->Object(kLinearKey);
+  if (!linear) return tl::unexpected(linear.error());
+  return ReadSizes({.levels = {**linear}}, {{&model.linear_heads, {"original_num_heads", "num_heads"}},
+                                            {&model.linear_head_dim, {"head_dim"}}});
+}
+
 Result<void> ReadModel(const JsonObject& root, const ConfigLevels& levels, ParsedConfig& parsed) {
   ModelConfig& model = parsed.model;
   if (const auto list = root.Find("architectures")) {
@@ -175,15 +236,11 @@ Result<void> ReadModel(const JsonObject& root, const ConfigLevels& levels, Parse
       model.architecture = name;
     }
   }
-  struct Field {
-    uint64_t* target;
-    std::initializer_list<std::string_view> keys;
-  };
-  const Field fields[] = {{&model.experts, {"num_experts", "n_routed_experts", "num_local_experts"}},
-                          {&model.hidden_channels, {"hidden_size"}},
-                          {&model.intermediate_channels, {"moe_intermediate_size"}},
-                          {&model.top_k, {"num_experts_per_tok"}}};
-  for (const Field& field : fields) {
+  const SizeField fields[] = {{&model.experts, {"num_experts", "n_routed_experts", "num_local_experts"}},
+                              {&model.hidden_channels, {"hidden_size"}},
+                              {&model.intermediate_channels, {"moe_intermediate_size"}},
+                              {&model.top_k, {"num_experts_per_tok"}}};
+  for (const SizeField& field : fields) {
     const auto value = levels.FirstUnsigned(field.keys);
     if (!value) return tl::unexpected(value.error());
     *field.target = *value;
@@ -193,6 +250,7 @@ Result<void> ReadModel(const JsonObject& root, const ConfigLevels& levels, Parse
     if (!value) return tl::unexpected(value.error());
     model.intermediate_channels = *value;
   }
+  if (auto r = ReadDenseSizes(levels, model); !r) return r;
   const auto activation = ReadActivation(levels);
   if (activation) {
     model.activation = *activation;
