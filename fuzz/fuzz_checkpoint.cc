@@ -7,6 +7,7 @@
 //   fuzz_checkpoint --make-corpus DIR   writes one seed per layout
 #include <espalier/backend.h>
 #include <espalier/checkpoint.h>
+#include <espalier/dense_slices.h>
 #include <espalier/experts.h>
 #include <espalier/moe.h>
 
@@ -160,6 +161,25 @@ void CheckMessage(const std::string& message) {
     Check((c < 0 || c >= 0x20) && c != 0x7F, "a message holds no control characters");
 }
 
+// Three ranks of every axis of a small tensor, and the same read as MXFP8.
+void UseDense(const Checkpoint& checkpoint, const TensorInfo& tensor) {
+  if (checkpoint.FindTensor(tensor.name) != &tensor) return;  // one of a container, or a second copy
+  for (size_t axis = 0; axis < tensor.shape.size() && axis < 8; ++axis) {
+    const Result<WidthSplit> split = SplitWidth(tensor.shape[axis], 3, 1);
+    if (!split) continue;
+    uint64_t read_bytes = 0;
+    for (int rank = 0; rank < 3; ++rank) {
+      const AxisSlice slice = WidthSlice(*split, rank).value();
+      const Result<DenseTensor> part = LoadDenseSlice(checkpoint, tensor.name, axis, slice);
+      (void)LoadMxfp8Slice(checkpoint, tensor.name, axis, slice);
+      if (!part) return;
+      Check(part->read_bytes <= part->data.size_bytes(), "a slice has room for what is read");
+      read_bytes += part->read_bytes;
+    }
+    Check(read_bytes == tensor.size_bytes, "three ranks read every byte once");
+  }
+}
+
 void UseCheckpoint(const Checkpoint& checkpoint) {
   int last = 0;
   for (const int size : checkpoint.LegalTpSizes()) {
@@ -171,10 +191,13 @@ void UseCheckpoint(const Checkpoint& checkpoint) {
     const FileInfo& file = checkpoint.files()[tensor.file];
     Check(tensor.offset_bytes + tensor.size_bytes <= file.size_bytes, "a tensor lies inside its file");
     (void)checkpoint.FindTensor(tensor.name);
-    if (tensor.size_bytes <= 4096) (void)checkpoint.ReadFloats(tensor.name);
+    if (tensor.size_bytes > 4096) continue;
+    (void)checkpoint.ReadFloats(tensor.name);
+    UseDense(checkpoint, tensor);
   }
   for (size_t layer = 0; layer < checkpoint.layers().size(); ++layer) UseLayer(checkpoint, layer);
   UseLinears(checkpoint);
+  for (const int tp : {1, 9}) (void)PlanDense(checkpoint.config(), tp);
   (void)checkpoint.CheckUsable("");
 }
 
