@@ -334,5 +334,34 @@ TEST(TinyLmProgram, ContinuesAPromptAsTheReadmeShows) {
               ::testing::EndsWith("\nOh!\n"));
 }
 
+TEST(TinyLmProgram, RefusesWithTheExitCodesOfTheLibrary) {
+  struct Case {
+    std::vector<std::string> arguments;
+    StatusCode code;
+    const char* message;
+  };
+  const std::string text = ESPALIER_SOURCE_DIR "/data/README.md";
+  const ChangedCheckpoint dense, corrupt;
+  dense.Patch("config.json", {{"model_type", "qwen3"}});
+  std::ofstream(corrupt.path() / "config.json") << "{\"model_type\": ";
+  const Case cases[] = {
+      {{}, StatusCode::kUsage, "CHECKPOINT is required"},
+      {{kCheckpoint, "--windows", "-1"}, StatusCode::kUsage, "--windows"},
+      {{kCheckpoint, "--executor", "abacus"}, StatusCode::kUsage, "abacus"},
+      {{kCheckpoint, text + "/absent"}, StatusCode::kIo, "/absent: cannot be read"},
+      {{kCheckpoint, ESPALIER_SOURCE_DIR "/data"}, StatusCode::kIo, "/data: cannot be read"},
+      {{kCheckpoint, "/dev/null"}, StatusCode::kUsage, "no window of 257 tokens"},
+      {{kCheckpoint, "--tokens", "1022"}, StatusCode::kCapacity, "legal: 1 to 1024 tokens"},
+      {{kCheckpoint / "absent"}, StatusCode::kIo, "absent"},
+      {{dense.path()}, StatusCode::kUnsupported, "/model_type is \"qwen3\""},
+      {{corrupt.path()}, StatusCode::kFormat, "config.json"},
+  };
+  for (const Case& c : cases) {
+    const SubprocessResult ran = RunTinyLm(c.arguments);
+    EXPECT_EQ(ran.exit_code, espalier::ExitCode(c.code)) << c.message;
+    EXPECT_THAT(ran.standard_error, HasSubstr(c.message));
+  }
+}
+
 }  // namespace
 }  // namespace tiny_lm
