@@ -72,6 +72,7 @@ bool IsJson(std::string_view target) { return StartsWithAny(target, {"nlohmann/"
 bool IsDevice(std::string_view target) {
   return StartsWithAny(target, {"cuda", "cub/", "torch/", "ATen/", "c10/"});
 }
+bool IsCommunication(std::string_view target) { return target == "mpi.h" || target == "nccl.h"; }
 
 // Empty when the file at `path` (relative to the project) may include `include`, else why not.
 std::string WhyNot(const std::string& path, const Include& include) {
@@ -102,7 +103,12 @@ std::string WhyNot(const std::string& path, const Include& include) {
       return "a backend never opens a file: it may not include checkpoint/";
     }
     if (target.starts_with("nlohmann/")) return "nlohmann-json is for the command line, tests and examples";
-    if (IsDevice(target) && folder != "cuda") return "CUDA stays in src/cuda";
+    if (IsDevice(target) && folder != "cuda" && path != "src/dist/nccl_communicator.cc") {
+      return "CUDA stays in src/cuda and in what sums between GPUs";
+    }
+  }
+  if (IsCommunication(target) && (folder != "dist" || !path.ends_with(".cc"))) {
+    return "MPI and NCCL stay in the sources of src/dist";
   }
   return "";
 }
@@ -170,7 +176,8 @@ TEST(Layering, SourcesKeepTheRules) {
   }
   EXPECT_THAT(violations, IsEmpty());
   // A scan that found nothing has proved nothing.
-  for (const char* folder : {"include", "base", "checkpoint", "moe", "reference", "cpu", "cli", "examples"}) {
+  for (const char* folder :
+       {"include", "base", "checkpoint", "moe", "reference", "cpu", "dist", "cli", "examples"}) {
     EXPECT_GT(files_by_folder[folder], 0) << folder;
   }
   EXPECT_GT(num_includes, 3 * paths.size());
@@ -244,6 +251,12 @@ INSTANTIATE_TEST_SUITE_P(
                       BadCase{"src/cpu/a.cc", "#include \"cpu_backend.h\"\n"},
                       BadCase{"src/checkpoint/a.cc", "#include <nlohmann/json.hpp>\n"},
                       BadCase{"src/moe/a.cc", "#include <cuda_runtime.h>\n"},
+                      BadCase{"src/moe/a.cc", "#include \"dist/communicator.h\"\n"},
+                      BadCase{"src/cuda/a.cc", "#include \"dist/communicator.h\"\n"},
+                      BadCase{"src/moe/a.cc", "#include <mpi.h>\n"},
+                      BadCase{"src/dist/communicator.h", "#include <mpi.h>\n"},
+                      BadCase{"src/dist/mpi_world.cc", "#include <cuda_runtime_api.h>\n"},
+                      BadCase{"cli/a.cc", "#include <nccl.h>\n"},
                       BadCase{"include/espalier/a.h", "#include \"base/file.h\"\n"},
                       BadCase{"include/espalier/a.h", "#include <fmt/format.h>\n"},
                       BadCase{"include/espalier/a.h", "#include <simdjson.h>\n"},
@@ -261,6 +274,7 @@ TEST(Layering, AllowsWhatTheRulesAllow) {
               IsEmpty());
   EXPECT_THAT(ViolationsOf("cli/a.cc", "#include <nlohmann/json.hpp>\n#include \"base/file.h\"\n"),
               IsEmpty());
+  EXPECT_THAT(ViolationsOf("src/dist/a.cc", "#include <mpi.h>\n#include <nccl.h>\n"), IsEmpty());
   EXPECT_THAT(ViolationsOf("src/base/parallel.cc", "#ifdef ESPALIER_STD_THREADS\n#else\n#endif\n"),
               IsEmpty());
 }
