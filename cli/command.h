@@ -16,6 +16,7 @@
 #include <string_view>
 
 #include "output.h"
+#include "team.h"
 
 namespace espalier::cli {
 
@@ -24,7 +25,9 @@ inline constexpr int kExitCheckFailed = 1;
 inline constexpr int kExitUsage = 2;
 
 struct Invocation {
+  Team& team;
   bool json = false;
+  bool for_teams = false;                   // may be run by several processes
   std::function<Result<int>(Output&)> run;  // gives kExitOk or kExitCheckFailed
 };
 

@@ -18,6 +18,7 @@
 
 #include "base/parallel.h"
 #include "command.h"
+#include "dist/world.h"
 
 namespace espalier::cli {
 namespace {
@@ -81,6 +82,11 @@ Result<const Backend*> ChosenBackend() {
   return Backends().front();
 }
 
+std::string MpiText() {
+  std::string version = MpiVersion();
+  return version.empty() ? std::string(kNotInThisBuild) : version;
+}
+
 Result<int> Doctor(Output& output) {
   const Result<const Backend*> chosen = ChosenBackend();
   if (!chosen) return tl::unexpected(chosen.error());
@@ -106,8 +112,8 @@ Result<int> Doctor(Output& output) {
         {{"name", backend->name()}, {"description", backend->description()}, {"chosen", backend == *chosen}});
   }
   output.Print("cuda           {}\n", kNotInThisBuild);
-  output.Print("mpi            {}\n", kNotInThisBuild);
-  output.Print("nccl           {}\n", kNotInThisBuild);
+  output.Print("mpi            {}\n", MpiText());
+  output.Print("nccl           {}\n", ESPALIER_NCCL);
   output.Print("libraries      simdjson {} ({}), fmt {}, {}, oneTBB {}\n",
                SIMDJSON_STRINGIFY(SIMDJSON_VERSION), simdjson::get_active_implementation()->name(),
                fmt_version, OpenSSL_version(OPENSSL_VERSION), TbbText());
@@ -122,8 +128,8 @@ Result<int> Doctor(Output& output) {
        {"threads", HardwareThreads()},
        {"backends", backends},
        {"cuda", kNotInThisBuild},
-       {"mpi", kNotInThisBuild},
-       {"nccl", kNotInThisBuild},
+       {"mpi", MpiText()},
+       {"nccl", ESPALIER_NCCL},
        {"libraries",
         {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
          {"simdjson_kernel", simdjson::get_active_implementation()->name()},
@@ -139,7 +145,10 @@ void AddDoctor(CLI::App& app, Invocation& invocation) {
   CLI::App* command = AddCommand(app, invocation, "doctor", "Show the build, the CPU and the executors",
                                  "Example:\n"
                                  "  espalier doctor --json\n");
-  command->callback([&invocation] { invocation.run = [](Output& output) { return Doctor(output); }; });
+  command->callback([&invocation] {
+    invocation.for_teams = true;
+    invocation.run = [](Output& output) { return Doctor(output); };
+  });
 }
 
 }  // namespace espalier::cli

@@ -13,13 +13,17 @@
 #include <exception>
 #include <filesystem>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "command.h"
+#include "dist/launcher.h"
+#include "dist/world.h"
 #include "output.h"
+#include "team.h"
 
 namespace espalier::cli {
 namespace {
@@ -89,17 +93,21 @@ void AddCommands(CLI::App& app, Invocation& invocation) {
   AddCompare(app, invocation);
 }
 
-int UsageError(Output& output, std::string_view message) {
-  output.Fail(StatusCodeName(StatusCode::kUsage), message);
-  return kExitUsage;
+// Most commands are for one process: that many would all do the same work.
+Result<void> CheckForTeam(const CLI::App& app, const Invocation& invocation) {
+  if (invocation.for_teams || invocation.team.processes() == 1) return {};
+  return Error(StatusCode::kUsage,
+               fmt::format("{} is for one process, {} were started; under mpirun: run, doctor",
+                           app.get_subcommands().front()->get_name(), invocation.team.processes()));
 }
 
-int ParseAndRun(std::span<char* const> arguments, Output& output) {
+Result<int> ParseAndRun(std::span<char* const> arguments, Team& team, Output& output) {
+  if (Result<void> same = team.CheckArguments(arguments); !same) return tl::unexpected(same.error());
   CLI::App app("Runs, checks and shows mixture-of-experts models stored as EXL3 trellis codes.");
-  Invocation invocation;
+  Invocation invocation{.team = team, .json = false, .for_teams = false, .run = {}};
   AddCommands(app, invocation);
   const std::string problem = CommandProblem(app, arguments);
-  if (!problem.empty()) return UsageError(output, problem);
+  if (!problem.empty()) return Error(StatusCode::kUsage, problem);
   try {
     // CLI11 takes arguments last first.
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
@@ -112,34 +120,53 @@ int ParseAndRun(std::span<char* const> arguments, Output& output) {
     output.Document({{"version", ESPALIER_VERSION}});
     return kExitOk;
   } catch (const CLI::ParseError& error) {
-    return UsageError(output, fmt::format("{} (--help shows the options)", error.what()));
+    return Error(StatusCode::kUsage, fmt::format("{} (--help shows the options)", error.what()));
   }
-  const Result<int> result = invocation.run(output);
-  if (result) return *result;
-  output.Fail(StatusCodeName(result.error().code()), result.error().message());
-  return ExitCode(result.error().code());
+  if (Result<void> legal = CheckForTeam(app, invocation); !legal) return tl::unexpected(legal.error());
+  return invocation.run(output);
+}
+
+// What this process comes to by itself, its output written: an error in any case, where an exception would
+// leave the others of the team waiting.
+Result<int> RunAlone(std::span<char* const> arguments, Team& team, Output& output) {
+  try {
+    Result<int> result = ParseAndRun(arguments, team, output);
+    if (result && !output.Flush()) return Error(StatusCode::kIo, "standard output could not be written");
+    return result;
+  } catch (const std::bad_alloc&) {
+    return Error(StatusCode::kCapacity, "the machine has not enough memory for this");
+  } catch (const std::filesystem::filesystem_error& error) {
+    return Error(StatusCode::kIo, error.what());
+  } catch (const std::exception& error) {
+    return Error(StatusCode::kUsage, fmt::format("internal error: {}", error.what()));
+  }
+}
+
+int Fail(const Status& status, Output& output) {
+  output.Fail(StatusCodeName(status.code()), status.message());
+  if (output.Flush()) return ExitCode(status.code());
+  output.Note("io error: standard output could not be written");
+  return ExitCode(StatusCode::kIo);
 }
 
 int Main(std::span<char* const> arguments) {
-  Output output(AsksForJson(arguments));
-  int exit_code = kExitOk;
-  try {
-    exit_code = ParseAndRun(arguments, output);
-  } catch (const std::bad_alloc&) {
-    output.Fail(StatusCodeName(StatusCode::kCapacity), "the machine has not enough memory for this");
-    exit_code = ExitCode(StatusCode::kCapacity);
-  } catch (const std::filesystem::filesystem_error& error) {
-    output.Fail(StatusCodeName(StatusCode::kIo), error.what());
-    exit_code = ExitCode(StatusCode::kIo);
-  } catch (const std::exception& error) {
-    output.Fail("internal", error.what());
-    exit_code = kExitUsage;
+  const bool json = AsksForJson(arguments);
+  Result<World> world = JoinWorld();
+  if (!world) {
+    const std::optional<Launcher> launcher = FindLauncher();
+    Output output(json, launcher && launcher->rank != 0);
+    return Fail(world.error(), output);
   }
-  if (!output.Flush()) {
-    output.Note("io error: standard output could not be written");
-    return ExitCode(StatusCode::kIo);
-  }
-  return exit_code;
+  Team team(*std::move(world));
+  Output output(json, !team.speaks());
+  const Result<int> result = RunAlone(arguments, team, output);
+  const Result<void> mine = result ? Result<void>() : tl::unexpected(result.error());
+  const Result<void> agreed = team.Agree(mine);
+  if (agreed) return *result;
+  if (!team.lost()) return Fail(agreed.error(), output);
+  // Process 0 may not come to speak. As text, since a second JSON document would be one too many.
+  Output own(json && team.speaks());
+  return Fail(agreed.error(), own);
 }
 
 }  // namespace

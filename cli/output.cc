@@ -18,11 +18,12 @@ void WriteStderr(std::string_view text) { std::fwrite(text.data(), 1, text.size(
 }  // namespace
 
 void Output::Note(std::string_view sentence) {
+  if (muted_) return;
   WriteStderr(fmt::format("espalier: {}\n", Printable(sentence)));
 }
 
 void Output::Document(const Json& document) {
-  if (!json_ || document_written_) return;
+  if (!json_ || muted_ || document_written_) return;
   document_written_ = true;
   // Names in files need not be valid UTF-8, a JSON document must be.
   Write(document.dump(2, ' ', false, Json::error_handler_t::replace));
@@ -30,6 +31,7 @@ void Output::Document(const Json& document) {
 }
 
 void Output::Fail(std::string_view category, std::string_view message) {
+  if (muted_) return;
   WriteStderr(fmt::format("espalier: {} error: {}\n", category, Printable(message)));
   Json error = {{"category", category}, {"message", message}};
   if (!legal_tp_.empty()) error["legal_tp"] = legal_tp_;

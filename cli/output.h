@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the commands print, in one place. Without --json, text goes to stdout; with it, stdout holds
-// exactly one JSON document and everything else goes to stderr.
+// exactly one JSON document and everything else goes to stderr. Of several processes under mpirun one
+// prints; the others are muted.
 #ifndef ESPALIER_CLI_OUTPUT_H_
 #define ESPALIER_CLI_OUTPUT_H_
 
@@ -23,7 +24,7 @@ using Json = nlohmann::ordered_json;
 
 class Output {
  public:
-  explicit Output(bool json) : json_(json) {}
+  explicit Output(bool json, bool muted = false) : json_(json), muted_(muted) {}
   Output(const Output&) = delete;
   Output& operator=(const Output&) = delete;
 
@@ -33,7 +34,7 @@ class Output {
   // written as \xNN: names come from files and must not drive the terminal.
   template <typename... Args>
   void Print(fmt::format_string<Args...> format, Args&&... args) {
-    if (!json_) PrintText(fmt::format(format, std::forward<Args>(args)...));
+    if (!json_ && !muted_) PrintText(fmt::format(format, std::forward<Args>(args)...));
   }
 
   // A remark on stderr, in both modes.
@@ -57,6 +58,7 @@ class Output {
   void Write(std::string_view text);
 
   bool json_;
+  bool muted_;
   bool document_written_ = false;
   bool write_failed_ = false;
   std::vector<int> legal_tp_;

@@ -9,11 +9,13 @@
 #include <cstdlib>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "checkpoint/safetensors.h"
 #include "command.h"
 #include "moe_run.h"
+#include "team.h"
 
 namespace espalier::cli {
 namespace {
@@ -85,11 +87,29 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
 struct Ranks {
   int tp = 1;
   int ep = 1;
-  int first = 0;  // global ranks to run
+  int first = 0;  // global ranks to run in this process
   int count = 1;
+  int processes = 1;  // that each run as many
 };
 
-Result<Ranks> ParseRanks(const RunOptions& options) {
+// One rank a process.
+Result<Ranks> TeamRanks(Ranks ranks, const RunOptions& options, const Team& team) {
+  if (!options.rank.empty()) {
+    return Error(StatusCode::kUsage, "--rank is not for mpirun, where each process is one rank");
+  }
+  const int world = ranks.tp * ranks.ep;
+  if (team.processes() != world) {
+    return Error(StatusCode::kUsage,
+                 fmt::format("mpirun started {} processes; legal: {}, as --tp {} and --ep {} make {} ranks",
+                             team.processes(), world, ranks.tp, ranks.ep, world));
+  }
+  ranks.first = team.rank();
+  ranks.count = 1;
+  ranks.processes = world;
+  return ranks;
+}
+
+Result<Ranks> ParseRanks(const RunOptions& options, const Team& team) {
   const Result<int64_t> tp = ParseInteger("--tp", options.tp, 1, kMaxTp);
   if (!tp) return tl::unexpected(tp.error());
   const Result<int64_t> ep = ParseInteger("--ep", options.ep, 1, kMaxTp);
@@ -97,7 +117,9 @@ Result<Ranks> ParseRanks(const RunOptions& options) {
   Ranks ranks{.tp = static_cast<int>(*tp),
               .ep = static_cast<int>(*ep),
               .first = 0,
-              .count = static_cast<int>(*tp * *ep)};
+              .count = static_cast<int>(*tp * *ep),
+              .processes = 1};
+  if (team.launched()) return TeamRanks(ranks, options, team);
   if (options.rank.empty()) return ranks;
   const Result<int64_t> rank = ParseInteger("--rank", options.rank, 0, *tp * *ep - 1);
   if (!rank) return tl::unexpected(rank.error());
@@ -167,6 +189,16 @@ Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, 
   return run;
 }
 
+// The rank of this process becomes the sum over all processes.
+Result<void> SumOverTeam(Team& team, MoeOutput& output) {
+  auto* y = reinterpret_cast<float*>(output.y.data());
+  if (auto sum = team.Sum(std::span(y, output.y.size_bytes() / sizeof(float))); !sum) return sum;
+  const Result<double> seconds = team.Slowest(output.seconds);
+  if (!seconds) return tl::unexpected(seconds.error());
+  output.seconds = *seconds;
+  return {};
+}
+
 Result<void> CheckOptions(const RunOptions& options) {
   if (Result<void> device = CheckDevice(options.device); !device) return device;
   if (!options.activation.empty()) {
@@ -186,8 +218,12 @@ void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, co
                layer.experts, activation);
   output.Print("executor {}{}{}, {:.6f} s\n", result.executor, has_mode ? " " : "",
                has_mode ? CpuModeName(mode) : "", result.seconds);
-  if (ranks.count > 1) output.Print("sum over {} ranks: tp {}, ep {}\n", ranks.count, ranks.tp, ranks.ep);
-  if (ranks.count == 1 && ranks.tp * ranks.ep > 1) {
+  const int num_ranks = ranks.count * ranks.processes;
+  if (num_ranks > 1) {
+    output.Print("sum over {} ranks{}: tp {}, ep {}\n", num_ranks,
+                 ranks.processes > 1 ? " in as many processes" : "", ranks.tp, ranks.ep);
+  }
+  if (num_ranks < ranks.tp * ranks.ep) {
     output.Print("part of rank {} of {}: tp {}, ep {}\n", ranks.first, ranks.tp * ranks.ep, ranks.tp,
                  ranks.ep);
   }
@@ -203,11 +239,12 @@ void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, co
                    {"seconds", result.seconds},
                    {"tp", ranks.tp},
                    {"ep", ranks.ep},
-                   {"rank", ranks.count == ranks.tp * ranks.ep ? Json() : Json(ranks.first)},
+                   {"rank", num_ranks == ranks.tp * ranks.ep ? Json() : Json(ranks.first)},
+                   {"processes", ranks.processes},
                    {"output", TextOrNull(path)}});
 }
 
-Result<int> Run(const RunOptions& options, Output& output) {
+Result<int> Run(const RunOptions& options, Team& team, Output& output) {
   if (Result<void> legal = CheckOptions(options); !legal) return tl::unexpected(legal.error());
   const Result<Executor> executor = ChooseExecutor(options);
   if (!executor) return tl::unexpected(executor.error());
@@ -216,7 +253,7 @@ Result<int> Run(const RunOptions& options, Output& output) {
   const Result<size_t> position = checkpoint->FindLayer(options.layer);
   if (!position) return tl::unexpected(position.error());
   output.SetLegalTp(checkpoint->LegalTpSizes());
-  const Result<Ranks> ranks = ParseRanks(options);
+  const Result<Ranks> ranks = ParseRanks(options, team);
   if (!ranks) return tl::unexpected(ranks.error());
   const Result<ExtentPlan> plan =
       ExtentPlan::Create(*checkpoint, {.tp = ranks->tp, .ep = ranks->ep, .equal = false});
@@ -231,8 +268,10 @@ Result<int> Run(const RunOptions& options, Output& output) {
   if (!input) return tl::unexpected(input.error());
   const Result<LoadOptions> load = MakeLoadOptions(*checkpoint, options, output);
   if (!load) return tl::unexpected(load.error());
-  const Result<LayerRun> run = RunRanks(*checkpoint, *plan, *position, *ranks, *input, *executor, *load);
+  Result<LayerRun> run = RunRanks(*checkpoint, *plan, *position, *ranks, *input, *executor, *load);
   if (!run) return tl::unexpected(run.error());
+  if (auto summed = SumOverTeam(team, run->output); !summed) return tl::unexpected(summed.error());
+  if (!team.speaks()) return kExitOk;
   if (!options.output.empty()) {
     const TensorData y{.name = "y",
                        .dtype = Dtype::kF32,
@@ -257,7 +296,8 @@ void AddRun(CLI::App& app, Invocation& invocation) {
       "\n"
       "Example:\n"
       "  espalier run /models/glm --layer 3 --input tokens.safetensors -o y.safetensors\n"
-      "  espalier run /models/glm --layer 3 --tokens 16 --executor reference\n");
+      "  espalier run /models/glm --layer 3 --tokens 16 --executor reference\n"
+      "  mpirun -n 4 espalier run /models/glm --layer 3 --tp 4\n");
   command->add_option("CKPT", options->checkpoint, "Checkpoint: a directory or one .safetensors file")
       ->required();
   command->add_option("--layer", options->layer, "Layer label, as inspect shows it")->required();
@@ -271,12 +311,18 @@ void AddRun(CLI::App& app, Invocation& invocation) {
   command->add_option("--executor", options->executor, "reference, cpu or cuda; cpu by default");
   command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
   command->add_option("--device", options->device, "cpu or cuda[:INDEX]")->capture_default_str();
-  command->add_option("--tp", options->tp, "Tensor-parallel ranks, run one after the other and summed")
+  command
+      ->add_option(
+          "--tp", options->tp,
+          "Tensor-parallel ranks, run one after the other (under mpirun: each by a process) and summed")
       ->capture_default_str();
   command->add_option("--rank", options->rank, "Run this rank only: ep_rank * tp + tp_rank");
   command->add_option("--ep", options->ep, "Expert-parallel ranks")->capture_default_str();
   command->callback([options, &invocation] {
-    invocation.run = [options](Output& output) { return Run(*options, output); };
+    invocation.for_teams = true;
+    invocation.run = [options, &team = invocation.team](Output& output) {
+      return Run(*options, team, output);
+    };
   });
 }
 
