@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -239,6 +240,7 @@ struct RunTarget {
   Dtype output = Dtype::kF32;
   std::span<const int32_t> expert_map;
   bool accumulate = false;
+  std::optional<RankPlan> place;  // of this process
 };
 
 // One run into result.y, which is large enough. Sets the executor, adds the time.
@@ -253,6 +255,7 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   options.checked_ids = true;
   options.executor = executor;
   options.mode = mode;
+  options.place = target.place;
   const Result<MoePlan> plan = MoePlan::Create(experts, options);
   if (!plan) return tl::unexpected(plan.error());
   Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
@@ -291,7 +294,7 @@ Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input
   Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * element_bytes);
   if (!y) return tl::unexpected(y.error());
   MoeOutput result{.y = *std::move(y), .seconds = 0, .executor = {}};
-  const RunTarget target{.output = output, .expert_map = {}, .accumulate = false};
+  const RunTarget target{.output = output, .expert_map = {}, .accumulate = false, .place = {}};
   if (Result<void> run = RunInto(experts, input, executor, mode, target, result); !run) {
     return tl::unexpected(run.error());
   }
@@ -299,9 +302,10 @@ Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input
 }
 
 Result<void> AddLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
-                      CpuMode mode, std::span<const int32_t> expert_map, MoeOutput& sum) {
+                      CpuMode mode, std::span<const int32_t> expert_map, const RankPlan& place,
+                      MoeOutput& sum) {
   return RunInto(experts, input, executor, mode,
-                 {.output = Dtype::kF32, .expert_map = expert_map, .accumulate = true}, sum);
+                 {.output = Dtype::kF32, .expert_map = expert_map, .accumulate = true, .place = place}, sum);
 }
 
 }  // namespace espalier::cli

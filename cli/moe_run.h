@@ -50,9 +50,11 @@ struct MoeOutput {
 Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                            CpuMode mode, Dtype output);
 
-// The same, adding to `sum` (kF32). An `expert_map` that is not empty makes the ids global ones.
+// The same, adding to `sum` (kF32). An `expert_map` that is not empty makes the ids global ones. `place` is
+// where the process stands among the ranks: a package for another place is refused.
 Result<void> AddLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
-                      CpuMode mode, std::span<const int32_t> expert_map, MoeOutput& sum);
+                      CpuMode mode, std::span<const int32_t> expert_map, const RankPlan& place,
+                      MoeOutput& sum);
 
 }  // namespace espalier::cli
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // espalier plan: who owns what at a number of ranks, and what it takes, from headers alone.
+#include <espalier/dense_slices.h>
 #include <espalier/extent_plan.h>
 
 #include <algorithm>
@@ -29,6 +30,7 @@ struct PlanOptions {
   std::string tp;
   std::string ep = "1";
   bool equal = false;
+  std::string align = "64";
   std::string max_tokens = "4096";
   std::string top_k;
   std::string memory;
@@ -61,6 +63,7 @@ struct Request {
   std::optional<uint32_t> top_k = {};
   std::optional<uint64_t> memory_bytes = {};
   int bits = 4;
+  uint64_t alignment = kDefaultWidthAlignment;
 };
 
 Result<Request> ParseRequest(const PlanOptions& options) {
@@ -84,6 +87,9 @@ Result<Request> ParseRequest(const PlanOptions& options) {
   const auto bits = ParseInteger("--bits", options.bits, kMinBits, kMaxBits);
   if (!bits) return tl::unexpected(bits.error());
   request.bits = static_cast<int>(*bits);
+  const auto alignment = ParseInteger("--align", options.align, 1, kMaxWidthAlignment);
+  if (!alignment) return tl::unexpected(alignment.error());
+  request.alignment = static_cast<uint64_t>(*alignment);
   return request;
 }
 
@@ -108,6 +114,7 @@ Result<Checkpoint> OpenSource(const PlanOptions& options, const Request& request
 struct Planned {
   const Checkpoint& checkpoint;
   const ExtentPlan& plan;
+  DensePlan dense;
   std::vector<int> legal_tp;
   std::vector<RankMemory> memory;
   uint64_t max_tokens = 0;
@@ -183,6 +190,47 @@ Json RankJson(const Planned& planned, size_t rank) {
   return json;
 }
 
+template <typename Split>
+Json HeadsJson(const Split& split) {
+  Json valid = Json::array();
+  for (int rank = 0; rank < split.tp; ++rank) valid.push_back(split.ValidHeads(rank));
+  return {{"local", split.local_heads}, {"valid", std::move(valid)}};
+}
+
+Json HeadsJson(const HeadSplit& split) {
+  Json json = {{"heads", split.heads}, {"padded", split.padded_heads}};
+  json.update(HeadsJson<HeadSplit>(split));
+  return json;
+}
+
+Json KvJson(const DensePlan& plan) {
+  if (plan.kv_heads) {
+    Json json = {{"heads", plan.kv_heads->kv_heads}, {"replicas", plan.kv_heads->replicas}};
+    json.update(HeadsJson<KvSplit>(*plan.kv_heads));
+    return json;
+  }
+  if (!plan.kv_refusal) return nullptr;
+  return {{"refused", plan.kv_refusal->message()}, {"legal_tp", plan.kv_legal_tp}};
+}
+
+Json WidthJson(const WidthSplit& split) {
+  Json valid = Json::array();
+  for (int rank = 0; rank < split.tp; ++rank) valid.push_back(split.ValidChannels(rank));
+  return {{"channels", split.width},
+          {"local", split.local},
+          {"alignment", split.alignment},
+          {"valid", std::move(valid)}};
+}
+
+// The rest of the model; null for what the config does not name.
+Json DenseJson(const DensePlan& plan) {
+  return {{"heads", plan.heads ? HeadsJson(*plan.heads) : Json()},
+          {"kv_heads", KvJson(plan)},
+          {"linear_heads", plan.linear_heads ? HeadsJson(*plan.linear_heads) : Json()},
+          {"dense_mlp", plan.dense ? WidthJson(*plan.dense) : Json()},
+          {"shared_experts", plan.shared ? WidthJson(*plan.shared) : Json()}};
+}
+
 struct Balance {
   uint64_t least_bytes = 0, most_bytes = 0;
   double most_to_mean = 1;
@@ -226,6 +274,7 @@ Json Document(const Planned& planned) {
   Json ranks = Json::array();
   for (size_t rank = 0; rank < planned.memory.size(); ++rank) ranks.push_back(RankJson(planned, rank));
   json["ranks"] = std::move(ranks);
+  json["dense"] = DenseJson(planned.dense);
   json["balance"] = {{"least_bytes", balance.least_bytes},
                      {"most_bytes", balance.most_bytes},
                      {"most_to_mean", balance.most_to_mean}};
@@ -260,6 +309,47 @@ void PrintLayers(const Planned& planned, Output& output) {
     output.Print("  ... and {} more layers; --json lists all\n", layers.size() - kMaxLayerLines);
 }
 
+// "valid" of the last rank that has any, where it has less than the others.
+template <typename Count>
+std::string TailText(int tp, uint64_t local, const Count& valid) {
+  int short_rank = -1;
+  for (int rank = 0; rank < tp && short_rank < 0; ++rank) {
+    if (valid(rank) < local) short_rank = rank;
+  }
+  if (short_rank < 0) return "";
+  return fmt::format(", {} real on rank {}{}", valid(short_rank), short_rank,
+                     short_rank + 1 < tp ? ", none behind it" : "");
+}
+
+void PrintHeads(std::string_view name, const std::optional<HeadSplit>& split, Output& output) {
+  if (!split) return;
+  output.Print("  {:<16} {} a rank, {} padded to {}{}\n", name, split->local_heads, split->heads,
+               split->padded_heads,
+               TailText(split->tp, split->local_heads, [&](int rank) { return split->ValidHeads(rank); }));
+}
+
+void PrintWidth(std::string_view name, const std::optional<WidthSplit>& split, Output& output) {
+  if (!split) return;
+  output.Print("  {:<16} {} a rank of {}{}\n", name, split->local, split->width,
+               TailText(split->tp, split->local, [&](int rank) { return split->ValidChannels(rank); }));
+}
+
+void PrintDense(const DensePlan& plan, Output& output) {
+  if (!plan.heads && !plan.linear_heads && !plan.dense && !plan.shared) return;
+  output.Print("\nthe rest of the model\n");
+  PrintHeads("heads", plan.heads, output);
+  if (plan.kv_heads) {
+    output.Print("  {:<16} {} a rank of {}{}\n", "k/v heads", plan.kv_heads->local_heads,
+                 plan.kv_heads->kv_heads,
+                 plan.kv_heads->replicas > 1 ? fmt::format(", each on {} ranks", plan.kv_heads->replicas) : "");
+  } else if (plan.kv_refusal) {
+    output.Print("  {:<16} cannot be split: {}\n", "k/v heads", plan.kv_refusal->message());
+  }
+  PrintHeads("linear heads", plan.linear_heads, output);
+  PrintWidth("dense mlp", plan.dense, output);
+  PrintWidth("shared experts", plan.shared, output);
+}
+
 void PrintRanks(const Planned& planned, Output& output) {
   output.Print("\n{:>6} {:>12} {:>12} {:>12} {:>12} {:>12}{}\n", "rank", "weights", "slabs", "workspace",
                "staging", "peak", planned.memory_bytes ? "   max tokens" : "");
@@ -287,6 +377,7 @@ void Print(const Planned& planned, const std::string& name, Output& output) {
       output.Print("  ep rank {:<4} {} experts from {}\n", ep, range.experts, range.first_expert);
     }
   }
+  PrintDense(planned.dense, output);
   PrintRanks(planned, output);
   output.Print("\nweights: {} to {} a rank, the largest {:.3f} of the mean\n", BytesText(balance.least_bytes),
                BytesText(balance.most_bytes), balance.most_to_mean);
@@ -314,6 +405,8 @@ Result<int> Run(const PlanOptions& options, Output& output) {
   if (Result<void> ranks = ParseRanks(options, *request); !ranks) return tl::unexpected(ranks.error());
   const Result<ExtentPlan> plan = ExtentPlan::Create(*checkpoint, request->extents);
   if (!plan) return tl::unexpected(plan.error());
+  Result<DensePlan> dense = PlanDense(checkpoint->config(), request->extents.tp, request->alignment);
+  if (!dense) return tl::unexpected(dense.error());
   output.SetLegalTp({});
   if (auto usable = checkpoint->CheckUsable(""); !usable)
     output.Note(fmt::format("a problem: {}", usable.error().message()));
@@ -323,6 +416,7 @@ Result<int> Run(const PlanOptions& options, Output& output) {
   if (!memory) return tl::unexpected(memory.error());
   const Planned planned{.checkpoint = *checkpoint,
                         .plan = *plan,
+                        .dense = *std::move(dense),
                         .legal_tp = legal_tp,
                         .memory = *std::move(memory),
                         .max_tokens = request->max_tokens,
@@ -360,6 +454,8 @@ void AddPlan(CLI::App& app, Invocation& invocation) {
   command->add_option("--tp", options->tp, "Tensor-parallel ranks")->required();
   command->add_option("--ep", options->ep, "Expert-parallel ranks")->capture_default_str();
   command->add_flag("--equal", options->equal, "Refuse unless every rank owns the same number of channels");
+  command->add_option("--align", options->align, "Multiple that widths of dense layers are padded to")
+      ->capture_default_str();
   command->add_option("--max-tokens", options->max_tokens, "Tokens of one run")->capture_default_str();
   command->add_option("--top-k", options->top_k, "Experts a token; the config's by default");
   command->add_option("--memory", options->memory, "Bytes a rank has: find the most tokens that fit");

@@ -180,7 +180,8 @@ Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, 
     const Result<PreparedExperts> experts = LoadExperts(checkpoint, plan, layer, rank, load);
     if (!experts) return tl::unexpected(experts.error());
     const std::vector<int32_t> map = ExpertMap(plan, layer, rank / plan.tp());
-    if (Result<void> added = AddLayer(*experts, input, executor.name, executor.mode, map, run.output);
+    const RankPlan place{.tp = ranks.tp, .ep = ranks.ep, .rank = rank};
+    if (Result<void> added = AddLayer(*experts, input, executor.name, executor.mode, map, place, run.output);
         !added) {
       return tl::unexpected(added.error());
     }

@@ -174,6 +174,41 @@ TEST(PlanCommand, KnowsModelsByName) {
   }
 }
 
+// The published tables of heads and dense widths.
+TEST(PlanCommand, GivesTheRestOfTheModel) {
+  struct Case {
+    int tp;
+    uint64_t padded, local, last;
+  };
+  for (const Case& c : {Case{8, 96, 12, 12}, Case{9, 99, 11, 8}, Case{10, 100, 10, 6}, Case{12, 96, 8, 8},
+                        Case{16, 96, 6, 6}}) {
+    const JsonResult result =
+        EspalierJson({"plan", "--geometry", "kimi-k3-tp8", "--tp", std::to_string(c.tp)});
+    ASSERT_EQ(result.exit_code, 0) << result.standard_error;
+    const Json& heads = result.document["dense"]["heads"];
+    EXPECT_EQ(heads["heads"], 96);
+    EXPECT_EQ(heads["padded"], c.padded);
+    EXPECT_EQ(heads["local"], c.local);
+    ASSERT_EQ(heads["valid"].size(), static_cast<size_t>(c.tp));
+    EXPECT_EQ(heads["valid"].back(), c.last);
+  }
+  const TemporaryDirectory directory;
+  testing::ModelShape shape;
+  shape.dense = false;
+  testing::CheckpointFiles files = testing::WriteStock(testing::RandomModel(shape, 1));
+  files.config()["intermediate_size"] = 6144;
+  files.config()["moe_intermediate_size"] = 256;
+  testing::WriteFiles(files.Serialize(), directory.path());
+  const Json dense = EspalierJson({"plan", directory.path(), "--tp", "9"}).document["dense"];
+  EXPECT_EQ(dense["dense_mlp"]["local"], 704);
+  EXPECT_EQ(dense["dense_mlp"]["valid"], (std::vector<int>{704, 704, 704, 704, 704, 704, 704, 704, 512}));
+  EXPECT_TRUE(dense["heads"].is_null());
+  EXPECT_EQ(EspalierJson({"plan", directory.path(), "--tp", "9", "--align", "1"})
+                .document["dense"]["dense_mlp"]["local"],
+            683);
+  EXPECT_EQ(EspalierJson({"plan", directory.path(), "--tp", "9", "--align", "0"}).exit_code, 6);
+}
+
 TEST(PlanCommand, DrawsEveryOwner) {
   const TemporaryDirectory directory;
   const std::string path = directory.path() / "plan.svg";

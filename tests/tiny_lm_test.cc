@@ -250,7 +250,7 @@ TEST(TinyLmModel, RefusesAConfigThatItCannotRun) {
   };
   const Case cases[] = {
       {{{"rope_theta", nullptr}}, StatusCode::kFormat, "'rope_theta' not found"},
-      {{{"head_dim", "64"}}, StatusCode::kFormat, "head_dim is \"64\""},
+      {{{"head_dim", "64"}}, StatusCode::kFormat, "head_dim: found string"},
       {{{"head_dim", 32}}, StatusCode::kFormat, "q_proj"},
       {{{"head_dim", 32}, {"num_attention_heads", 8}, {"num_key_value_heads", 4}},
        StatusCode::kFormat,
