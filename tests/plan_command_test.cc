@@ -3,6 +3,7 @@
 // espalier plan: its JSON against the library and against loading, its refusals, its picture.
 #include <espalier/experts.h>
 #include <espalier/moe.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
