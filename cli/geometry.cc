@@ -82,8 +82,10 @@ class MadeFileSystem : public FileSystem {
 
 class HeaderWriter {
  public:
-  void Add(const std::string& name, std::string_view dtype, std::vector<uint64_t> shape, uint64_t size_bytes) {
-    header_[name] = {{"dtype", dtype}, {"shape", std::move(shape)}, {"data_offsets", {end_, end_ + size_bytes}}};
+  void Add(const std::string& name, std::string_view dtype, std::vector<uint64_t> shape,
+           uint64_t size_bytes) {
+    header_[name] = {
+        {"dtype", dtype}, {"shape", std::move(shape)}, {"data_offsets", {end_, end_ + size_bytes}}};
     end_ += size_bytes;
   }
 

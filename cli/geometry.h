@@ -28,8 +28,8 @@ std::span<const Geometry> Geometries();
 // Error: kUsage with the names there are.
 Result<const Geometry*> FindGeometry(std::string_view name);
 
-// One layer, "0", every matrix at `bits`, codebook mcg. Its tensors have places and no bytes. REQUIRES: 1 to 8
-// bits.
+// One layer, "0", every matrix at `bits`, codebook mcg. Its tensors have places and no bytes. REQUIRES: 1 to
+// 8 bits.
 Result<Checkpoint> OpenGeometry(const Geometry& geometry, int bits);
 
 }  // namespace espalier::cli

@@ -53,8 +53,8 @@ Result<uint64_t> ParseBytes(std::string_view option, std::string_view text) {
   if (number && static_cast<uint64_t>(*number) <= (uint64_t{1} << 53) / unit)
     return static_cast<uint64_t>(*number) * unit;
   return Error(StatusCode::kUsage,
-               fmt::format("{} '{}': legal: bytes up to 2^53, also with K, M, G, T or KiB, MiB, GiB, TiB", option,
-                           text));
+               fmt::format("{} '{}': legal: bytes up to 2^53, also with K, M, G, T or KiB, MiB, GiB, TiB",
+                           option, text));
 }
 
 struct Request {
@@ -136,11 +136,11 @@ Result<void> CheckMemory(const Planned& planned) {
   for (size_t rank = 0; rank < planned.memory.size(); ++rank) {
     const RankMemory& memory = planned.memory[rank];
     if (memory.max_tokens) continue;
-    return Error(StatusCode::kCapacity,
-                 fmt::format("rank {} needs {} bytes for weights and {} for staging, --memory gives {}; legal: "
-                             "more memory or more ranks",
-                             rank, memory.weight_memory_bytes(), memory.staging_peak_bytes,
-                             *planned.memory_bytes));
+    return Error(
+        StatusCode::kCapacity,
+        fmt::format("rank {} needs {} bytes for weights and {} for staging, --memory gives {}; legal: "
+                    "more memory or more ranks",
+                    rank, memory.weight_memory_bytes(), memory.staging_peak_bytes, *planned.memory_bytes));
   }
   return {};
 }
@@ -162,7 +162,10 @@ Json LayerJson(const Checkpoint& checkpoint, const LayerExtents& layer) {
                      {"weight_bytes", extent.weight_bytes},
                      {"segments", std::move(segments)}});
   }
-  return {{"layer", LayerId(info)}, {"label", info.label}, {"experts", info.experts}, {"ranks", std::move(ranks)}};
+  return {{"layer", LayerId(info)},
+          {"label", info.label},
+          {"experts", info.experts},
+          {"ranks", std::move(ranks)}};
 }
 
 Json ExpertsJson(const ExtentPlan& plan) {
@@ -259,16 +262,13 @@ std::optional<uint64_t> MostTokens(const Planned& planned) {
 
 Json Document(const Planned& planned) {
   const Balance balance = BalanceOf(planned.plan);
-  Json json = {{"schema", "espalier.plan/1"},
-               {"layout", planned.layout},
-               {"tp", planned.plan.tp()},
-               {"ep", planned.plan.ep()},
-               {"legal_tp", planned.legal_tp},
-               {"max_tokens", planned.max_tokens},
-               {"top_k", planned.top_k},
-               {"executor", "cpu"}};
+  Json json = {{"schema", "espalier.plan/1"},  {"layout", planned.layout},
+               {"tp", planned.plan.tp()},      {"ep", planned.plan.ep()},
+               {"legal_tp", planned.legal_tp}, {"max_tokens", planned.max_tokens},
+               {"top_k", planned.top_k},       {"executor", "cpu"}};
   Json layers = Json::array();
-  for (const LayerExtents& layer : planned.plan.layers()) layers.push_back(LayerJson(planned.checkpoint, layer));
+  for (const LayerExtents& layer : planned.plan.layers())
+    layers.push_back(LayerJson(planned.checkpoint, layer));
   json["layers"] = std::move(layers);
   json["expert_ranks"] = ExpertsJson(planned.plan);
   Json ranks = Json::array();
@@ -303,7 +303,8 @@ void PrintLayers(const Planned& planned, Output& output) {
   output.Print("\nchannels by tp rank\n");
   const std::span<const LayerExtents> layers = planned.plan.layers();
   for (size_t i = 0; i < layers.size() && i < kMaxLayerLines; ++i) {
-    output.Print("  layer {:<6} {}\n", planned.checkpoint.layers()[layers[i].layer].label, WidthsText(layers[i]));
+    output.Print("  layer {:<6} {}\n", planned.checkpoint.layers()[layers[i].layer].label,
+                 WidthsText(layers[i]));
   }
   if (layers.size() > kMaxLayerLines)
     output.Print("  ... and {} more layers; --json lists all\n", layers.size() - kMaxLayerLines);
@@ -339,9 +340,9 @@ void PrintDense(const DensePlan& plan, Output& output) {
   output.Print("\nthe rest of the model\n");
   PrintHeads("heads", plan.heads, output);
   if (plan.kv_heads) {
-    output.Print("  {:<16} {} a rank of {}{}\n", "k/v heads", plan.kv_heads->local_heads,
-                 plan.kv_heads->kv_heads,
-                 plan.kv_heads->replicas > 1 ? fmt::format(", each on {} ranks", plan.kv_heads->replicas) : "");
+    output.Print(
+        "  {:<16} {} a rank of {}{}\n", "k/v heads", plan.kv_heads->local_heads, plan.kv_heads->kv_heads,
+        plan.kv_heads->replicas > 1 ? fmt::format(", each on {} ranks", plan.kv_heads->replicas) : "");
   } else if (plan.kv_refusal) {
     output.Print("  {:<16} cannot be split: {}\n", "k/v heads", plan.kv_refusal->message());
   }
@@ -411,18 +412,20 @@ Result<int> Run(const PlanOptions& options, Output& output) {
   if (auto usable = checkpoint->CheckUsable(""); !usable)
     output.Note(fmt::format("a problem: {}", usable.error().message()));
   const uint32_t top_k = ChooseTopK(*checkpoint, *request, output);
-  auto memory = Preflight(*checkpoint, *plan,
-                          {.max_tokens = request->max_tokens, .top_k = top_k, .memory_bytes = request->memory_bytes});
+  auto memory =
+      Preflight(*checkpoint, *plan,
+                {.max_tokens = request->max_tokens, .top_k = top_k, .memory_bytes = request->memory_bytes});
   if (!memory) return tl::unexpected(memory.error());
-  const Planned planned{.checkpoint = *checkpoint,
-                        .plan = *plan,
-                        .dense = *std::move(dense),
-                        .legal_tp = legal_tp,
-                        .memory = *std::move(memory),
-                        .max_tokens = request->max_tokens,
-                        .top_k = top_k,
-                        .memory_bytes = request->memory_bytes,
-                        .layout = options.geometry.empty() ? std::string(checkpoint->layout_name()) : "geometry"};
+  const Planned planned{
+      .checkpoint = *checkpoint,
+      .plan = *plan,
+      .dense = *std::move(dense),
+      .legal_tp = legal_tp,
+      .memory = *std::move(memory),
+      .max_tokens = request->max_tokens,
+      .top_k = top_k,
+      .memory_bytes = request->memory_bytes,
+      .layout = options.geometry.empty() ? std::string(checkpoint->layout_name()) : "geometry"};
   if (Result<void> fits = CheckMemory(planned); !fits) return tl::unexpected(fits.error());
   if (!options.svg.empty()) {
     if (auto written = WriteText(options.svg, PlanSvg(*checkpoint, *plan, planned.memory)); !written)
@@ -448,7 +451,8 @@ void AddPlan(CLI::App& app, Invocation& invocation) {
       "  espalier plan --geometry kimi-k3-tp8 --bits 3 --tp 8 --memory 80GiB\n");
   command->add_option("CKPT", options->checkpoint, "Checkpoint: a directory or one .safetensors file");
   std::string names;
-  for (const Geometry& geometry : Geometries()) names += fmt::format("{}{}", names.empty() ? "" : ", ", geometry.name);
+  for (const Geometry& geometry : Geometries())
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", geometry.name);
   command->add_option("--geometry", options->geometry, "Instead of a checkpoint, one layer of: " + names);
   command->add_option("--bits", options->bits, "Bits a weight, with --geometry")->capture_default_str();
   command->add_option("--tp", options->tp, "Tensor-parallel ranks")->required();

@@ -26,11 +26,20 @@ std::string Escaped(std::string_view text) {
   std::string escaped;
   for (const char c : Printable(text)) {
     switch (c) {
-      case '&': escaped += "&amp;"; break;
-      case '<': escaped += "&lt;"; break;
-      case '>': escaped += "&gt;"; break;
-      case '"': escaped += "&quot;"; break;
-      default: escaped += c;
+      case '&':
+        escaped += "&amp;";
+        break;
+      case '<':
+        escaped += "&lt;";
+        break;
+      case '>':
+        escaped += "&gt;";
+        break;
+      case '"':
+        escaped += "&quot;";
+        break;
+      default:
+        escaped += c;
     }
   }
   return escaped;
@@ -44,12 +53,14 @@ class Drawing {
   }
   void Box(double x, double y, double width, const std::string& color, std::string_view title) {
     body_ += fmt::format(
-        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\"><title>{}</title></rect>\n",
+        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.0f}\" "
+        "fill=\"{}\"><title>{}</title></rect>\n",
         x, y, std::max(width - 0.5, 0.2), kBand, color, Escaped(title));
   }
   std::string Finish(double height) const {
     return fmt::format(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} "
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 "
+        "{0:.0f} "
         "{1:.0f}\" font-family=\"sans-serif\" font-size=\"11\" fill=\"#555\">\n"
         "<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{2}</svg>\n",
         kLeft + kWidth + 110, height, body_);
@@ -119,11 +130,12 @@ double DrawBytes(const ExtentPlan& plan, std::span<const RankMemory> memory, Dra
 
 }  // namespace
 
-std::string PlanSvg(const Checkpoint& checkpoint, const ExtentPlan& plan, std::span<const RankMemory> memory) {
+std::string PlanSvg(const Checkpoint& checkpoint, const ExtentPlan& plan,
+                    std::span<const RankMemory> memory) {
   Drawing drawing;
   double y = kMargin + 10;
-  drawing.Text(kMargin, y, fmt::format("{}: tp {}, ep {}", checkpoint.path().filename().string(), plan.tp(),
-                                       plan.ep()));
+  drawing.Text(kMargin, y,
+               fmt::format("{}: tp {}, ep {}", checkpoint.path().filename().string(), plan.tp(), plan.ep()));
   y = DrawLayers(checkpoint, plan, drawing, y + kLine);
   y = DrawExperts(checkpoint, plan, drawing, y);
   y = DrawBytes(plan, memory, drawing, y);

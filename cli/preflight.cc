@@ -26,7 +26,10 @@ ShareKey KeyOf(const ExpertRange& experts, const RankExtent& extent) {
 class Sizer {
  public:
   Sizer(const Checkpoint& checkpoint, const ExtentPlan& plan, const PreflightOptions& options)
-      : checkpoint_(checkpoint), plan_(plan), options_(options), ranks_(static_cast<size_t>(plan.world())),
+      : checkpoint_(checkpoint),
+        plan_(plan),
+        options_(options),
+        ranks_(static_cast<size_t>(plan.world())),
         largest_(ranks_.size()) {}
 
   Result<std::vector<RankMemory>> Run() {

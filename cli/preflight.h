@@ -15,11 +15,11 @@
 namespace espalier::cli {
 
 struct RankMemory {
-  uint64_t read_bytes = 0;         // of the files: codes and vectors
-  uint64_t slab_bytes = 0;         // of all layers: codes, vectors and the gaps of their alignment
-  uint64_t descriptor_bytes = 0;   // of all layers
-  uint64_t workspace_bytes = 0;    // one, for the layer that needs most
-  uint64_t staging_peak_bytes = 0; // while loading the layer that needs most
+  uint64_t read_bytes = 0;          // of the files: codes and vectors
+  uint64_t slab_bytes = 0;          // of all layers: codes, vectors and the gaps of their alignment
+  uint64_t descriptor_bytes = 0;    // of all layers
+  uint64_t workspace_bytes = 0;     // one, for the layer that needs most
+  uint64_t staging_peak_bytes = 0;  // while loading the layer that needs most
   // Most tokens of a plan that keeps everything within the memory given; empty when nothing was given or the
   // weights alone do not fit.
   std::optional<uint64_t> max_tokens;

@@ -17,7 +17,8 @@ namespace espalier {
 
 using Json = nlohmann::json;
 
-inline testing::SubprocessResult Espalier(std::vector<std::string> arguments, const testing::SubprocessOptions& options = {}) {
+inline testing::SubprocessResult Espalier(std::vector<std::string> arguments,
+                                          const testing::SubprocessOptions& options = {}) {
   arguments.insert(arguments.begin(), ESPALIER_BINARY);
   return testing::RunSubprocess(arguments, options);
 }
@@ -29,7 +30,8 @@ struct JsonResult {
   std::string standard_error;
 };
 
-inline JsonResult EspalierJson(std::vector<std::string> arguments, const testing::SubprocessOptions& options = {}) {
+inline JsonResult EspalierJson(std::vector<std::string> arguments,
+                               const testing::SubprocessOptions& options = {}) {
   arguments.push_back("--json");
   testing::SubprocessResult result = Espalier(std::move(arguments), options);
   Json document = Json::parse(result.standard_output, nullptr, false);

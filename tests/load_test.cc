@@ -11,8 +11,8 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <functional>
 #include <fstream>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -52,8 +52,8 @@ extern "C" ssize_t pread(int descriptor, void* target, size_t count, off_t offse
 namespace espalier {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::CheckpointFiles;
+using ::testing::HasSubstr;
 using testing::MemoryFileSystem;
 using testing::ModelShape;
 using testing::ReadFaults;
@@ -85,9 +85,7 @@ std::vector<Layout> Layouts() {
   legacy.unit_signs = true;
   return {{"stock", "model.safetensors", [] { return WriteStock(testing::RandomModel(Shape(), 1)); }},
           {"legacy_signs", "model.safetensors",
-           [legacy] {
-             return WriteStock(testing::RandomModel(legacy, 2), {.legacy_signs = true});
-           }},
+           [legacy] { return WriteStock(testing::RandomModel(legacy, 2), {.legacy_signs = true}); }},
           {"exl3_v1", "", [container] { return WriteExl3V1(testing::RandomModel(container, 3)); }}};
 }
 
@@ -283,8 +281,8 @@ TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
 class PosixFaults : public ::testing::Test {
  protected:
   void SetUp() override {
-    const FileMapPtr files = std::make_unique<testing::FileMap>(
-        WriteStock(testing::RandomModel(Shape(), 5)).Serialize());
+    const FileMapPtr files =
+        std::make_unique<testing::FileMap>(WriteStock(testing::RandomModel(Shape(), 5)).Serialize());
     testing::WriteFiles(*files, directory_.path());
     Open();
     good_ = Load().value().content_sha256();

@@ -129,13 +129,13 @@ TEST(PlanCommand, RefusesWithTheLegalSizes) {
     EXPECT_THAT(result.document["error"]["message"].get<std::string>(), HasSubstr(c.message));
     EXPECT_EQ(result.document["error"]["legal_tp"], (std::vector<int>{1, 2, 3, 4}));
   }
-  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
-           {"plan", kBundled},
-           {"plan", "--tp", "2"},
-           {"plan", kBundled, "--geometry", "qwen3-30b-a3b", "--tp", "2"},
-           {"plan", "--geometry", "no-such-model", "--tp", "2"},
-           {"plan", kBundled, "--tp", "two"},
-           {"plan", kBundled, "--tp", "2", "--top-k", "none"}}) {
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"plan", kBundled},
+                                             {"plan", "--tp", "2"},
+                                             {"plan", kBundled, "--geometry", "qwen3-30b-a3b", "--tp", "2"},
+                                             {"plan", "--geometry", "no-such-model", "--tp", "2"},
+                                             {"plan", kBundled, "--tp", "two"},
+                                             {"plan", kBundled, "--tp", "2", "--top-k", "none"}}) {
     EXPECT_EQ(EspalierJson(arguments).exit_code, 2) << arguments.back();
   }
   EXPECT_EQ(EspalierJson({"plan", "/no/such/folder", "--tp", "2"}).exit_code, 3);
@@ -162,13 +162,14 @@ TEST(PlanCommand, KnowsModelsByName) {
     const char* name;
     uint64_t channels, experts;
   };
-  for (const Case& c : {Case{"glm-5.2-tp4", 2048, 256}, Case{"kimi-k3-tp8", 3072, 896},
-                        Case{"qwen3-30b-a3b", 768, 128}}) {
+  for (const Case& c :
+       {Case{"glm-5.2-tp4", 2048, 256}, Case{"kimi-k3-tp8", 3072, 896}, Case{"qwen3-30b-a3b", 768, 128}}) {
     const JsonResult result =
         EspalierJson({"plan", "--geometry", c.name, "--tp", "3", "--ep", "5", "--bits", "3"});
     ASSERT_EQ(result.exit_code, 0) << result.standard_error;
     uint64_t channels = 0, experts = 0;
-    for (const Json& rank : result.document["layers"][0]["ranks"]) channels += rank["channels"].get<uint64_t>();
+    for (const Json& rank : result.document["layers"][0]["ranks"])
+      channels += rank["channels"].get<uint64_t>();
     for (const Json& rank : result.document["expert_ranks"]) experts += rank["experts"].get<uint64_t>();
     EXPECT_EQ(channels, c.channels);
     EXPECT_EQ(experts, c.experts);
@@ -216,12 +217,14 @@ TEST(PlanCommand, DrawsEveryOwner) {
   ASSERT_EQ(EspalierJson({"plan", kBundled, "--tp", "3", "--ep", "2", "--svg", path}).exit_code, 0);
   std::ifstream file(path);
   const std::string svg{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_THAT(svg, AllOf(HasSubstr("<svg xmlns="), HasSubstr("layer 3, tp rank 2: channels"),
-                         HasSubstr("ep rank 1: experts 8 to 15"), HasSubstr("rank 5: "), HasSubstr("</svg>")));
+  EXPECT_THAT(svg,
+              AllOf(HasSubstr("<svg xmlns="), HasSubstr("layer 3, tp rank 2: channels"),
+                    HasSubstr("ep rank 1: experts 8 to 15"), HasSubstr("rank 5: "), HasSubstr("</svg>")));
   const std::regex box("<rect [^>]*fill=\"hsl");
   // 4 layers x 3 ranks, 2 ranges of experts, 6 bars.
   EXPECT_EQ(std::distance(std::sregex_iterator(svg.begin(), svg.end(), box), std::sregex_iterator()), 20);
-  EXPECT_EQ(EspalierJson({"plan", kBundled, "--tp", "3", "--svg", directory.path() / "no" / "x.svg"}).exit_code, 3);
+  EXPECT_EQ(
+      EspalierJson({"plan", kBundled, "--tp", "3", "--svg", directory.path() / "no" / "x.svg"}).exit_code, 3);
 }
 
 }  // namespace

@@ -72,7 +72,8 @@ ModelShape Shape() {
 }
 
 Checkpoint OpenStock(MemoryFileSystem& files, const testing::CheckpointModel& model) {
-  for (const auto& [name, bytes] : testing::WriteStock(model).Serialize()) files.Write("/model/" + name, bytes);
+  for (const auto& [name, bytes] : testing::WriteStock(model).Serialize())
+    files.Write("/model/" + name, bytes);
   return Checkpoint::Open("/model", {.file_system = &files}).value();
 }
 
@@ -91,8 +92,7 @@ TEST(PrepareExperts, GivesThePackageThatTheFileGives) {
 
   InMemory changed(Shape());
   changed.model.layers[0].experts[2].slices[0][1].codes[77] ^= 1;
-  EXPECT_NE(PrepareExperts(changed.source, changed.weights, hash)->content_sha256(),
-            loaded.content_sha256());
+  EXPECT_NE(PrepareExperts(changed.source, changed.weights, hash)->content_sha256(), loaded.content_sha256());
   InMemory other_vector(Shape());
   other_vector.model.layers[0].experts[3].slices[0][2].svh[1] ^= 0x8000;
   EXPECT_NE(PrepareExperts(other_vector.source, other_vector.weights, hash)->content_sha256(),
@@ -162,12 +162,14 @@ TEST(PreparedExperts, KnowItsPlaceAndRefuseAnother) {
   EXPECT_EQ(rank3.rank_plan().extents[0].first_channel, 128u);
 
   EXPECT_TRUE(MoePlan::Create(rank3, {.place = RankPlan{.tp = 2, .ep = 2, .rank = 3}}));
-  for (const RankPlan& place : {RankPlan{}, RankPlan{.tp = 4, .ep = 1, .rank = 3},
-                                RankPlan{.tp = 2, .ep = 2, .rank = 1}, RankPlan{.tp = 1, .ep = 4, .rank = 3}}) {
+  for (const RankPlan& place :
+       {RankPlan{}, RankPlan{.tp = 4, .ep = 1, .rank = 3}, RankPlan{.tp = 2, .ep = 2, .rank = 1},
+        RankPlan{.tp = 1, .ep = 4, .rank = 3}}) {
     const Result<MoePlan> refused = MoePlan::Create(rank3, {.place = place});
     ASSERT_FALSE(refused);
     EXPECT_EQ(refused.error().code(), StatusCode::kGeometry);
-    EXPECT_THAT(refused.error().message(), AllOf(HasSubstr("rank 3 of tp 2, ep 2"), HasSubstr("the caller is")));
+    EXPECT_THAT(refused.error().message(),
+                AllOf(HasSubstr("rank 3 of tp 2, ep 2"), HasSubstr("the caller is")));
   }
   // A plan of one world does not run a package of another, whatever their shapes.
   const PreparedExperts rank1 = LoadExperts(checkpoint, plan, 0, 1).value();
@@ -175,8 +177,13 @@ TEST(PreparedExperts, KnowItsPlaceAndRefuseAnother) {
   float x[128] = {}, y[128], weight = 1;
   int32_t id = 0;
   HostBuffer workspace = HostBuffer::Create(made.workspace_bytes()).value();
-  MoeArgs args{.num_tokens = 1, .x = x, .x_row_stride = 128, .topk_ids = &id, .topk_ids_row_stride = 1,
-               .topk_weights = &weight, .topk_weights_row_stride = 1};
+  MoeArgs args{.num_tokens = 1,
+               .x = x,
+               .x_row_stride = 128,
+               .topk_ids = &id,
+               .topk_ids_row_stride = 1,
+               .topk_weights = &weight,
+               .topk_weights_row_stride = 1};
   args.y = y;
   args.y_row_stride = 128;
   args.workspace = workspace.data();
@@ -219,8 +226,12 @@ TEST(PreparedExperts, TwoTierPartitionsTakeTurns) {
     const std::vector<float> x(call.x.begin(), call.x.end());
     const std::vector<int32_t> ids(call.ids.begin(), call.ids.end());
     std::vector<float> y(x.size());
-    MoeArgs args{.num_tokens = 7, .x = x.data(), .x_row_stride = 256, .topk_ids = ids.data(),
-                 .topk_ids_row_stride = 3, .topk_weights = call.weights.data(),
+    MoeArgs args{.num_tokens = 7,
+                 .x = x.data(),
+                 .x_row_stride = 256,
+                 .topk_ids = ids.data(),
+                 .topk_ids_row_stride = 3,
+                 .topk_weights = call.weights.data(),
                  .topk_weights_row_stride = 3};
     args.y = y.data();
     args.y_row_stride = 256;

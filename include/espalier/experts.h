@@ -75,8 +75,8 @@ struct RankPlan {
   int tp = 1;
   int ep = 1;
   int rank = 0;
-  ExpertRange experts = {};                // global ids of the local experts
-  std::vector<SliceExtent> extents = {};   // of every expert; empty where the rank owns no channels
+  ExpertRange experts = {};               // global ids of the local experts
+  std::vector<SliceExtent> extents = {};  // of every expert; empty where the rank owns no channels
 
   bool SamePlace(const RankPlan& other) const {
     return tp == other.tp && ep == other.ep && rank == other.rank;

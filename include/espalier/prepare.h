@@ -21,7 +21,7 @@ namespace espalier {
 // What a model asks of whoever runs it.
 struct ActivationSpec {
   Activation activation = {};
-  std::optional<Dtype> io = {};    // as in MoeGeometry
+  std::optional<Dtype> io = {};  // as in MoeGeometry
   Dtype rotation = Dtype::kF16;  // as in MoeGeometry
 };
 
@@ -40,8 +40,8 @@ struct MatrixSpec {
 };
 
 struct SegmentSpec {
-  uint32_t expert = 0;                       // local id, ascending
-  uint32_t valid_intermediate_channels = 0;  // <= the width of the segment
+  uint32_t expert = 0;                        // local id, ascending
+  uint32_t valid_intermediate_channels = 0;   // <= the width of the segment
   MatrixSpec matrices[kNumProjections] = {};  // by Projection; gate absent where the activation has none
 };
 

@@ -89,9 +89,10 @@ class PosixFile : public File {
     if (fstat(descriptor_.get(), &now) != 0) return IoError(path(), SystemText(errno));
     if (now.st_size != opened_.st_size || now.st_mtim.tv_sec != opened_.st_mtim.tv_sec ||
         now.st_mtim.tv_nsec != opened_.st_mtim.tv_nsec) {
-      return IoError(path(), fmt::format("was written to since its header was read (found {} bytes, then {}); "
-                                         "open the checkpoint again",
-                                         opened_.st_size, now.st_size));
+      return IoError(path(),
+                     fmt::format("was written to since its header was read (found {} bytes, then {}); "
+                                 "open the checkpoint again",
+                                 opened_.st_size, now.st_size));
     }
     if (stat(path().c_str(), &now) != 0 || now.st_dev != opened_.st_dev || now.st_ino != opened_.st_ino) {
       return IoError(path(), "was replaced or removed since its header was read; open the checkpoint again");

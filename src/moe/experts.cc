@@ -120,13 +120,13 @@ Result<void> CheckMoeGeometry(const Place& place, const MoeGeometry& geometry) {
     return type == Dtype::kF32 || type == Dtype::kF16 || type == Dtype::kBF16;
   };
   if (geometry.io && !is_input(*geometry.io)) {
-    return Error(StatusCode::kUnsupported,
-                 place.Text(fmt::format("inputs of type {}; legal: F32, F16, BF16", DtypeName(*geometry.io))));
+    return Error(StatusCode::kUnsupported, place.Text(fmt::format("inputs of type {}; legal: F32, F16, BF16",
+                                                                  DtypeName(*geometry.io))));
   }
   if (geometry.rotation != Dtype::kF32 && geometry.rotation != Dtype::kF16) {
-    return Error(StatusCode::kUnsupported,
-                 place.Text(fmt::format("rotated values of type {}; legal: F32, F16",
-                                        DtypeName(geometry.rotation))));
+    return Error(
+        StatusCode::kUnsupported,
+        place.Text(fmt::format("rotated values of type {}; legal: F32, F16", DtypeName(geometry.rotation))));
   }
   return CheckActivation(place, geometry.activation);
 }

@@ -242,15 +242,15 @@ Result<Share> DescribeRank(const Checkpoint& checkpoint, const ExtentPlan& plan,
                                                     checkpoint.path().string(), checkpoint.layers().size()));
   }
   const RankExtent& extent = plan.layers()[layer].ranks[static_cast<size_t>(global_rank % plan.tp())];
-  return DescribeShare(checkpoint, layer,
-                       {.tp = plan.tp(),
-                        .ep = plan.ep(),
-                        .rank = global_rank,
-                        .experts = plan.Experts(layer, global_rank / plan.tp()),
-                        .extents = extent.segments},
-                       fmt::format("rank {} of {} (tp {}, ep {}), ", global_rank, plan.world(), plan.tp(),
-                                   plan.ep()),
-                       options);
+  return DescribeShare(
+      checkpoint, layer,
+      {.tp = plan.tp(),
+       .ep = plan.ep(),
+       .rank = global_rank,
+       .experts = plan.Experts(layer, global_rank / plan.tp()),
+       .extents = extent.segments},
+      fmt::format("rank {} of {} (tp {}, ep {}), ", global_rank, plan.world(), plan.tp(), plan.ep()),
+      options);
 }
 
 }  // namespace

@@ -52,16 +52,17 @@ Result<void> CheckCommonOptions(const Options& options) {
 Result<void> CheckTerms(const ExpertsTable& experts, const MoePlanOptions& options) {
   const RankPlan& own = experts.rank_plan();
   if (options.place && !options.place->SamePlace(own)) {
-    return Error(StatusCode::kGeometry,
-                 fmt::format("{}: prepared for rank {} of tp {}, ep {}; the caller is rank {} of tp {}, ep {}",
-                             experts.identity(), own.rank, own.tp, own.ep, options.place->rank,
-                             options.place->tp, options.place->ep));
+    return Error(
+        StatusCode::kGeometry,
+        fmt::format("{}: prepared for rank {} of tp {}, ep {}; the caller is rank {} of tp {}, ep {}",
+                    experts.identity(), own.rank, own.tp, own.ep, options.place->rank, options.place->tp,
+                    options.place->ep));
   }
   const std::optional<Dtype>& io = experts.geometry().io;
   if (io && *io != options.input) {
-    return Error(StatusCode::kGeometry, fmt::format("{}: prepared for inputs of type {}; the plan asks for {}",
-                                                    experts.identity(), DtypeName(*io),
-                                                    DtypeName(options.input)));
+    return Error(StatusCode::kGeometry,
+                 fmt::format("{}: prepared for inputs of type {}; the plan asks for {}", experts.identity(),
+                             DtypeName(*io), DtypeName(options.input)));
   }
   return {};
 }

@@ -16,8 +16,9 @@ namespace espalier {
 Result<MatrixDesc> SlabPlan::Add(const MatrixSpec& spec, std::string_view name) {
   for (const uint32_t channels : {spec.in_channels, spec.out_channels}) {
     if (channels == 0 || channels % kHadamardChannels != 0) {
-      return Error(StatusCode::kGeometry, fmt::format("{}: {} x {} channels; legal: multiples of {}", name,
-                                                      spec.in_channels, spec.out_channels, kHadamardChannels));
+      return Error(StatusCode::kGeometry,
+                   fmt::format("{}: {} x {} channels; legal: multiples of {}", name, spec.in_channels,
+                               spec.out_channels, kHadamardChannels));
     }
   }
   if (spec.bits < kMinBits || spec.bits > kMaxBits) {
@@ -45,7 +46,8 @@ Result<uint64_t> SlabPlan::SizeBytes() const {
 uint64_t SlabPlan::Place(uint64_t size) {
   const uint64_t offset = size_bytes_.value().value_or(0);
   size_bytes_ += CheckedBytes(size) + (kSlabAlignmentBytes - 1);
-  if (const std::optional<uint64_t> end = size_bytes_.value()) size_bytes_ = *end - *end % kSlabAlignmentBytes;
+  if (const std::optional<uint64_t> end = size_bytes_.value())
+    size_bytes_ = *end - *end % kSlabAlignmentBytes;
   return offset;
 }
 
@@ -112,15 +114,15 @@ Result<ExpertsTable> PlanExperts(const ExpertsSource& source) {
   }
   const Result<uint64_t> size = plan.SizeBytes();
   if (!size) return tl::unexpected(size.error());
-  const MoeGeometry geometry = {
-      .experts = source.experts,
-      .hidden_channels = source.hidden_channels,
-      .stored_hidden_channels =
-          source.stored_hidden_channels != 0 ? source.stored_hidden_channels : source.hidden_channels,
-      .activation = source.activation.activation,
-      .output_scale = source.output_scale,
-      .io = source.activation.io,
-      .rotation = source.activation.rotation};
+  const MoeGeometry geometry = {.experts = source.experts,
+                                .hidden_channels = source.hidden_channels,
+                                .stored_hidden_channels = source.stored_hidden_channels != 0
+                                                              ? source.stored_hidden_channels
+                                                              : source.hidden_channels,
+                                .activation = source.activation.activation,
+                                .output_scale = source.output_scale,
+                                .io = source.activation.io,
+                                .rotation = source.activation.rotation};
   return ExpertsTable::Create(geometry, std::move(segments), *size, source.identity, source.rank_plan);
 }
 

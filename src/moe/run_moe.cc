@@ -58,11 +58,12 @@ uint64_t ElementBytes(Dtype dtype) { return static_cast<uint64_t>(DtypeBits(dtyp
 Result<void> CheckMoePackage(const MoePlan& plan, const PreparedExperts& experts) {
   const RankPlan& own = experts.rank_plan();
   if (!own.SamePlace(plan.rank_plan())) {
-    return Error(StatusCode::kGeometry,
-                 fmt::format("{}: prepared for rank {} of tp {}, ep {}; the plan was made for rank {} of tp {}, "
-                             "ep {}",
-                             experts.identity(), own.rank, own.tp, own.ep, plan.rank_plan().rank,
-                             plan.rank_plan().tp, plan.rank_plan().ep));
+    return Error(
+        StatusCode::kGeometry,
+        fmt::format("{}: prepared for rank {} of tp {}, ep {}; the plan was made for rank {} of tp {}, "
+                    "ep {}",
+                    experts.identity(), own.rank, own.tp, own.ep, plan.rank_plan().rank, plan.rank_plan().tp,
+                    plan.rank_plan().ep));
   }
   if (plan.geometry() == experts.geometry() && plan.num_segments() == experts.segments().size() &&
       plan.max_segments_per_expert() == experts.max_segments_per_expert() &&

@@ -95,7 +95,8 @@ std::string HashSlab(const ExpertsTable& table, const std::byte* slab, int num_t
   return HashTable(table, hashes, slab);
 }
 
-Result<HostBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity, const LoadOptions& options) {
+Result<HostBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity,
+                                const LoadOptions& options) {
   Result<HostBuffer> slab = options.allocate ? options.allocate(size_bytes) : HostBuffer::Create(size_bytes);
   if (!slab) return Error(slab.error().code(), fmt::format("{}: {}", identity, slab.error().message()));
   if (slab->size_bytes() < size_bytes ||

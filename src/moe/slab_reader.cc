@@ -185,8 +185,7 @@ Result<void> SlabReader::RunTask(const Task& task, std::span<std::byte> staging,
   const uint64_t bytes = task.sign_channels / 8;
   if (bytes > staging.size()) {
     return Error(StatusCode::kCapacity, fmt::format("{}: {} channels of packed signs; legal: at most {}",
-                                                    identity_, task.sign_channels,
-                                                    staging.size() * 8));
+                                                    identity_, task.sign_channels, staging.size() * 8));
   }
   const std::span<std::byte> bits = staging.first(bytes);
   if (auto read = checkpoint_->ReadRegions(task.regions, bits); !read) return read;

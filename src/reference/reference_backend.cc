@@ -259,8 +259,7 @@ class ReferenceExecutor final : public Backend {
   Result<void> Supports(const PreparedLinear&, const LinearPlanOptions& options) const override {
     return CheckTypes(options);
   }
-  Result<uint64_t> WorkspaceBytes(const ExpertsTable& experts,
-                                  const MoePlanOptions& options) const override {
+  Result<uint64_t> WorkspaceBytes(const ExpertsTable& experts, const MoePlanOptions& options) const override {
     return LayOut(experts, options).map([](const MoeLayout& layout) { return layout.total_bytes; });
   }
   Result<uint64_t> WorkspaceBytes(const PreparedLinear& linear,
