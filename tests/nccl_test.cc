@@ -133,7 +133,12 @@ TEST(NcclWithoutAGpu, ADeviceThatIsNotThereIsAnError) {
   EXPECT_NE(communicator.error().message().find("cuda:4096"), std::string::npos);
 }
 
-TEST(NcclWithoutAGpu, TheVersionIsThatOfTheHeader) { EXPECT_EQ(NcclVersion(), ESPALIER_NCCL_VERSION); }
+// The library that is loaded may be another release than the header, but not of another major version.
+TEST(NcclWithoutAGpu, TheVersionIsOfTheHeadersMajor) {
+  const std::string header = ESPALIER_NCCL_VERSION;
+  const std::string major = header.substr(0, header.find('.') + 1);
+  EXPECT_TRUE(NcclVersion().starts_with(major)) << NcclVersion() << ", header " << header;
+}
 
 }  // namespace
 }  // namespace espalier
