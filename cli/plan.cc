@@ -427,11 +427,12 @@ Result<int> Run(const PlanOptions& options, Output& output) {
       .memory_bytes = request->memory_bytes,
       .layout = options.geometry.empty() ? std::string(checkpoint->layout_name()) : "geometry"};
   if (Result<void> fits = CheckMemory(planned); !fits) return tl::unexpected(fits.error());
+  const std::string& name = options.geometry.empty() ? options.checkpoint : options.geometry;
   if (!options.svg.empty()) {
-    if (auto written = WriteText(options.svg, PlanSvg(*checkpoint, *plan, planned.memory)); !written)
+    if (auto written = WriteText(options.svg, PlanSvg(name, *checkpoint, *plan, planned.memory)); !written)
       return tl::unexpected(written.error());
   }
-  Print(planned, options.geometry.empty() ? options.checkpoint : options.geometry, output);
+  Print(planned, name, output);
   if (!options.svg.empty()) output.Print("wrote {}\n", options.svg);
   output.Document(Document(planned));
   return kExitOk;

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "output.h"
@@ -15,12 +16,22 @@ constexpr double kLeft = 90;
 constexpr double kWidth = 720;
 constexpr double kBand = 14;
 constexpr double kGap = 2;
+constexpr double kMinMarkedWidth = 22;
 constexpr double kLine = 18;
 constexpr double kMargin = 20;
 constexpr size_t kMaxBars = 256;  // ranks drawn one by one
 
-// The golden angle keeps neighbours apart at any number of ranks.
-std::string ColorOf(int rank) { return fmt::format("hsl({:.0f},55%,58%)", 137.508 * rank); }
+// The golden angle keeps neighbours apart at any number of ranks. As numbers: not every viewer knows hsl().
+std::string ColorOf(int rank) {
+  constexpr double kSaturation = 0.55, kLightness = 0.62;
+  const double hue = std::fmod(137.508 * rank, 360) / 30;
+  const auto channel = [&](double n) {
+    const double k = std::fmod(n + hue, 12);
+    const double reach = kSaturation * std::min(kLightness, 1 - kLightness);
+    return static_cast<int>(255 * (kLightness - reach * std::max(-1.0, std::min({k - 3, 9 - k, 1.0}))));
+  };
+  return fmt::format("#{:02x}{:02x}{:02x}", channel(0), channel(8), channel(4));
+}
 
 std::string Escaped(std::string_view text) {
   std::string escaped;
@@ -57,6 +68,12 @@ class Drawing {
         "fill=\"{}\"><title>{}</title></rect>\n",
         x, y, std::max(width - 0.5, 0.2), kBand, color, Escaped(title));
   }
+  // The number of an owner, where there is room for it.
+  void Mark(double x, double y, double width, size_t owner) {
+    if (width < kMinMarkedWidth) return;
+    body_ += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\" fill=\"#222\">{}</text>\n",
+                         x + width / 2, y + kBand - 3, owner);
+  }
   std::string Finish(double height) const {
     return fmt::format(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 "
@@ -85,6 +102,8 @@ double DrawLayers(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing&
                   fmt::format("layer {}, tp rank {}: channels {} to {} ({}), {}", info.label, rank,
                               extent.first_channel, extent.first_channel + extent.channels - 1,
                               extent.channels, BytesText(extent.weight_bytes)));
+      drawing.Mark(kLeft + static_cast<double>(extent.first_channel) * scale, y,
+                   static_cast<double>(extent.channels) * scale, rank);
     }
     y += kBand + kGap;
   }
@@ -102,6 +121,7 @@ double DrawExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing
     drawing.Box(kLeft + range.first_expert * scale, y, range.experts * scale, ColorOf(ep * plan.tp()),
                 fmt::format("ep rank {}: experts {} to {}", ep, range.first_expert,
                             range.first_expert + range.experts - 1));
+    drawing.Mark(kLeft + range.first_expert * scale, y, range.experts * scale, static_cast<size_t>(ep));
   }
   return y + kBand + kGap;
 }
@@ -130,12 +150,11 @@ double DrawBytes(const ExtentPlan& plan, std::span<const RankMemory> memory, Dra
 
 }  // namespace
 
-std::string PlanSvg(const Checkpoint& checkpoint, const ExtentPlan& plan,
+std::string PlanSvg(const std::string& name, const Checkpoint& checkpoint, const ExtentPlan& plan,
                     std::span<const RankMemory> memory) {
   Drawing drawing;
   double y = kMargin + 10;
-  drawing.Text(kMargin, y,
-               fmt::format("{}: tp {}, ep {}", checkpoint.path().filename().string(), plan.tp(), plan.ep()));
+  drawing.Text(kMargin, y, fmt::format("{}: tp {}, ep {}", name, plan.tp(), plan.ep()));
   y = DrawLayers(checkpoint, plan, drawing, y + kLine);
   y = DrawExperts(checkpoint, plan, drawing, y);
   y = DrawBytes(plan, memory, drawing, y);

@@ -220,7 +220,7 @@ TEST(PlanCommand, DrawsEveryOwner) {
   EXPECT_THAT(svg,
               AllOf(HasSubstr("<svg xmlns="), HasSubstr("layer 3, tp rank 2: channels"),
                     HasSubstr("ep rank 1: experts 8 to 15"), HasSubstr("rank 5: "), HasSubstr("</svg>")));
-  const std::regex box("<rect [^>]*fill=\"hsl");
+  const std::regex box("<rect [^>]*fill=\"#[0-9a-f]{6}");
   // 4 layers x 3 ranks, 2 ranges of experts, 6 bars.
   EXPECT_EQ(std::distance(std::sregex_iterator(svg.begin(), svg.end(), box), std::sregex_iterator()), 20);
   EXPECT_EQ(
