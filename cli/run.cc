@@ -253,8 +253,10 @@ Result<int> Run(const RunOptions& options, Team& team, Output& output) {
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<size_t> position = checkpoint->FindLayer(options.layer);
   if (!position) return tl::unexpected(position.error());
-  output.SetLegalTp(checkpoint->LegalTpSizes());
   const Result<Ranks> ranks = ParseRanks(options, team);
+  // The sizes are an answer to an illegal one, not to a number of processes that does not fit it.
+  if (!ranks && ranks.error().code() == StatusCode::kUsage) return tl::unexpected(ranks.error());
+  output.SetLegalTp(checkpoint->LegalTpSizes());
   if (!ranks) return tl::unexpected(ranks.error());
   const Result<ExtentPlan> plan =
       ExtentPlan::Create(*checkpoint, {.tp = ranks->tp, .ep = ranks->ep, .equal = false});

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -485,12 +486,14 @@ TEST(FormatExample, OneLinearLayer) {
   const std::vector<uint16_t> suh = generator.Vector(128, 1);
   const std::vector<uint16_t> svh = generator.Vector(128, 1);
   const std::vector<double> x = ExampleInput(128);
-  EXPECT_EQ(Fp16ToFloat(suh[0]), 0.7861328125f);
-  EXPECT_EQ(Fp16ToFloat(suh[2]), -1.146484375f);
-  EXPECT_EQ(Fp16ToFloat(svh[0]), 1.1533203125f);
-  EXPECT_EQ(Fp16ToFloat(svh[3]), 1.0888671875f);
-  EXPECT_EQ(x[0], -0.78125);
-  EXPECT_EQ(x[3], -0.625);
+  const float first_suh[] = {0.7861328125f, 0.76416015625f, -1.146484375f, 0.974609375f};
+  const float first_svh[] = {1.1533203125f, -0.8759765625f, -1.166015625f, 1.0888671875f};
+  const double first_x[] = {-0.78125, -0.203125, 0.375, -0.625};
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(Fp16ToFloat(suh[i]), first_suh[i]) << i;
+    EXPECT_EQ(Fp16ToFloat(svh[i]), first_svh[i]) << i;
+    EXPECT_EQ(x[i], first_x[i]) << i;
+  }
 
   // The fp16 path of peers, bit for bit.
   const std::vector<double> rotated = HalfRotated(x, suh);
@@ -500,8 +503,16 @@ TEST(FormatExample, OneLinearLayer) {
   EXPECT_THAT(std::vector(product.begin(), product.begin() + 4),
               testing::ElementsAre(-6.6484375, 3.96484375, 2.71875, -4.1015625));
   const std::vector<double> y = Finished(product, svh);
-  EXPECT_NEAR(y[0], -1.8989437819, 1e-9);
-  EXPECT_NEAR(y[3], -1.6115925312, 1e-9);
+  const double expected[] = {-1.8989437819, -4.5795779228, 3.1753282547, -1.6115925312};
+  for (int i = 0; i < 4; ++i) EXPECT_NEAR(y[i], expected[i], 1e-9) << i;
+  EXPECT_NEAR(std::accumulate(y.begin(), y.end(), 0.0), -98.3762393, 1e-6);
+  // The epilogue in fp16: the transform rounded, then its product with svh.
+  std::vector<float> transformed(product.begin(), product.end());
+  Hadamard128(transformed.data());
+  const double in_half[] = {-1.8984375, -4.578125, 3.173828125, -1.6123046875};
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(Half(Half(double{transformed[i]}) * double{Fp16ToFloat(svh[i])}), in_half[i]) << i;
+  }
 
   // Exact arithmetic, through RunLinear.
   SlabWriter slab;
@@ -554,7 +565,9 @@ TEST(FormatExample, OneExpertWithTheRoundingOfPeers) {
       Finished(HalfProduct(HalfRotated(x, example.up_suh), example.up, 3), example.up_svh);
   EXPECT_NEAR(g[0], 0.0133650154, 1e-9);
   EXPECT_NEAR(g[1], -0.0895316824, 1e-9);
+  EXPECT_NEAR(g[2], 0.0141661577, 1e-9);
   EXPECT_NEAR(u[0], -0.0601652339, 1e-9);
+  EXPECT_NEAR(u[1], -0.1141628101, 1e-9);
   EXPECT_NEAR(u[2], -0.115484871, 1e-9);
 
   const ExpectedExample cases[] = {{{.kind = ActivationKind::kSilu},
@@ -576,7 +589,12 @@ TEST(FormatExample, OneExpertWithTheRoundingOfPeers) {
     std::vector<double> mid;
     for (const float value : values) mid.push_back(Half(double{value}));
     for (int i = 0; i < 3; ++i) EXPECT_EQ(mid[i], expected.mid[i]) << i;
-    const std::vector<double> y = Finished(HalfProduct(mid, example.down, 3), example.down_svh);
+    const std::vector<double> product = HalfProduct(mid, example.down, 3);
+    if (expected.activation.kind == ActivationKind::kSilu) {
+      EXPECT_THAT(std::vector(product.begin(), product.begin() + 3),
+                  testing::ElementsAre(-0.0306549072265625, -0.0823974609375, -0.053924560546875));
+    }
+    const std::vector<double> y = Finished(product, example.down_svh);
     double sum = 0;
     for (const double value : y) sum += 0.625 * value;
     for (int i = 0; i < 4; ++i) EXPECT_NEAR(0.625 * y[i], expected.y[i], 1e-10) << i;

@@ -32,19 +32,21 @@ void DecodeInnerBlock(const MatrixView& matrix, uint32_t in_block, uint32_t out_
   }
 }
 
-// block = diag(suh) H block H diag(svh): the rotations of both sides stay inside a block.
+// block = diag(suh) H block H diag(svh): the rotations of both sides stay inside a block. Their two factors
+// make 1/128, a power of two: taken once, it costs no rounding, and an exact tie between two floats stays
+// one.
 void RotateBlock(const uint16_t* suh, const uint16_t* svh, double* block) {
   double column[kBlock];
   for (uint32_t c = 0; c < kBlock; ++c) {
     for (uint32_t r = 0; r < kBlock; ++r) column[r] = block[r * kBlock + c];
-    Hadamard128(column);
+    HadamardSums128(column);
     for (uint32_t r = 0; r < kBlock; ++r) block[r * kBlock + c] = column[r];
   }
   for (uint32_t r = 0; r < kBlock; ++r) {
     double* row = block + r * kBlock;
-    Hadamard128(row);
+    HadamardSums128(row);
     for (uint32_t c = 0; c < kBlock; ++c) {
-      row[c] *= double{Fp16ToFloat(suh[r])} * double{Fp16ToFloat(svh[c])};
+      row[c] *= double{Fp16ToFloat(suh[r])} * double{Fp16ToFloat(svh[c])} / kBlock;
     }
   }
 }

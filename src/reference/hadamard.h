@@ -11,11 +11,9 @@ namespace espalier {
 // 1 / sqrt(128). As a float it is 0x3DB504F3, the factor of the format.
 inline constexpr double kHadamardScale = 0.08838834764831844055;
 
-// The normalized 128-point Hadamard transform in Sylvester order, in place; its own inverse:
-// H[i][j] = (-1)^popcount(i & j) / sqrt(128). Strides ascend from 1 to 64, which in float gives the
-// bits that docs/format.md (section 3.2) states.
+// The transform without its factor: sums and differences only.
 template <typename Real>
-void Hadamard128(Real* v) {
+void HadamardSums128(Real* v) {
   for (uint32_t stride = 1; stride < kHadamardChannels; stride *= 2) {
     for (uint32_t first = 0; first < kHadamardChannels; first += 2 * stride) {
       for (uint32_t i = first; i < first + stride; ++i) {
@@ -26,6 +24,14 @@ void Hadamard128(Real* v) {
       }
     }
   }
+}
+
+// The normalized 128-point Hadamard transform in Sylvester order, in place; its own inverse:
+// H[i][j] = (-1)^popcount(i & j) / sqrt(128). Strides ascend from 1 to 64, which in float gives the
+// bits that docs/format.md (section 3.2) states.
+template <typename Real>
+void Hadamard128(Real* v) {
+  HadamardSums128(v);
   for (uint32_t i = 0; i < kHadamardChannels; ++i) v[i] *= static_cast<Real>(kHadamardScale);
 }
 
