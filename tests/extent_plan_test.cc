@@ -9,8 +9,8 @@
 #include <rapidcheck.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <utility>
@@ -18,6 +18,7 @@
 
 #include "support/checkpoint_writer.h"
 #include "support/memory_file_system.h"
+#include "support/random_experts.h"
 
 namespace espalier {
 namespace {
@@ -235,66 +236,11 @@ TEST(ExtentPlan, RefusesSizesOutOfRange) {
   }
 }
 
-struct Tokens {
-  uint64_t count = 5;
-  uint32_t top_k = 3;
-  std::vector<float> x;
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
-};
-
-Tokens Draw(std::mt19937_64& random, const MoeLayer& layer) {
-  Tokens tokens;
-  for (uint64_t i = 0; i < tokens.count * layer.valid_hidden_channels; ++i) {
-    tokens.x.push_back(static_cast<float>(random() % 2001) / 500.0f - 2.0f);
-  }
-  for (uint64_t i = 0; i < tokens.count * tokens.top_k; ++i) {
-    tokens.ids.push_back(static_cast<int32_t>(random() % (layer.experts + 1)) - 1);
-    tokens.weights.push_back(static_cast<float>(random() % 1000) / 999.0f);
-  }
-  return tokens;
-}
-
-// y += the package's part, on the cpu executor.
-void Add(const PreparedExperts& experts, const Tokens& tokens, const std::vector<int32_t>& map,
-         std::vector<float>& y) {
-  MoePlanOptions options;
-  options.max_tokens = tokens.count;
-  options.top_k = tokens.top_k;
-  options.executor = "cpu";
-  options.checked_ids = true;
-  options.num_threads = 1;  // the work is smaller than handing it out
-  const Result<MoePlan> plan = MoePlan::Create(experts, options);
-  ASSERT_TRUE(plan.has_value()) << plan.error().message();
-  Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
-  ASSERT_TRUE(workspace.has_value());
-  const uint64_t hidden = experts.geometry().hidden_channels;
-  MoeArgs args;
-  args.num_tokens = tokens.count;
-  args.x = tokens.x.data();
-  args.x_row_stride = hidden;
-  args.topk_ids = tokens.ids.data();
-  args.topk_ids_row_stride = tokens.top_k;
-  args.topk_weights = tokens.weights.data();
-  args.topk_weights_row_stride = tokens.top_k;
-  args.expert_map = map.empty() ? nullptr : map.data();
-  args.expert_map_size = static_cast<uint32_t>(map.size());
-  args.y = y.data();
-  args.y_row_stride = hidden;
-  args.accumulate = true;
-  args.workspace = workspace->data();
-  args.workspace_bytes = workspace->size_bytes();
-  const Result<void> run = RunMoe(*plan, experts, args);
-  ASSERT_TRUE(run.has_value()) << run.error().message();
-}
-
-double RelL2(const std::vector<float>& expected, const std::vector<float>& found) {
-  double difference = 0, norm = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    difference += std::pow(static_cast<double>(expected[i]) - found[i], 2);
-    norm += std::pow(static_cast<double>(expected[i]), 2);
-  }
-  return norm == 0 ? std::sqrt(difference) : std::sqrt(difference / norm);
+std::vector<double> RunOnCpu(const PreparedExperts& experts, test::MoeCall call, std::vector<int32_t> map) {
+  call.expert_map = std::move(map);
+  call.checked_ids = true;
+  call.num_threads = 1;  // the work is smaller than handing it out
+  return test::RunCall(experts, call, "cpu").values;
 }
 
 void ExpectSumIsWhole(const Checkpoint& checkpoint, int tp, int ep, std::mt19937_64& random) {
@@ -302,21 +248,22 @@ void ExpectSumIsWhole(const Checkpoint& checkpoint, int tp, int ep, std::mt19937
   ASSERT_TRUE(plan.has_value()) << plan.error().message();
   ExpectCover(checkpoint, *plan);
   for (size_t l = 0; l < checkpoint.layers().size(); ++l) {
-    const MoeLayer& layer = checkpoint.layers()[l];
-    const Tokens tokens = Draw(random, layer);
-    std::vector<float> whole(tokens.count * layer.valid_hidden_channels), sum(whole.size());
     const Result<PreparedExperts> all = LoadExperts(checkpoint, l);
     ASSERT_TRUE(all.has_value()) << all.error().message();
-    Add(*all, tokens, {}, whole);
+    const test::MoeCall call = test::RandomCall(*all, /*num_tokens=*/5, /*top_k=*/3, random());
+    const std::vector<double> whole = RunOnCpu(*all, call, {});
+    std::vector<double> sum(whole.size());
     uint64_t code_bytes = 0;
     for (int rank = 0; rank < plan->world(); ++rank) {
       const Result<PreparedExperts> part = LoadExperts(checkpoint, *plan, l, rank, {.num_threads = 1});
       ASSERT_TRUE(part.has_value()) << part.error().message();
       code_bytes += part->code_bytes();
-      Add(*part, tokens, ExpertMap(*plan, l, rank / tp), sum);
+      const std::vector<double> y = RunOnCpu(*part, call, ExpertMap(*plan, l, rank / tp));
+      std::transform(sum.begin(), sum.end(), y.begin(), sum.begin(), std::plus<>());
     }
     EXPECT_EQ(code_bytes, all->code_bytes()) << "each code is owned once";
-    EXPECT_LE(RelL2(whole, sum), 2e-6) << checkpoint.layout_name() << " tp " << tp << " ep " << ep;
+    EXPECT_LE(test::Compare(whole, sum).rel_l2, 2e-6)
+        << checkpoint.layout_name() << " tp " << tp << " ep " << ep;
   }
 }
 

@@ -8,10 +8,10 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <cstring>
 #include <map>
 
+#include "support/random_experts.h"
 #include "support/refusal_cases.h"
 
 namespace espalier::testing {
@@ -104,70 +104,13 @@ void ExpectSameSources(const Checkpoint& checkpoint, const CheckpointModel& mode
   }
 }
 
-struct Routing {
-  uint64_t tokens = 5;
-  uint32_t top_k = 2;
-  std::vector<float> x;
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
-};
-
-Routing RandomRouting(std::mt19937_64& random, uint64_t hidden, uint32_t experts) {
-  Routing routing;
-  for (uint64_t i = 0; i < routing.tokens * hidden; ++i) {
-    routing.x.push_back(static_cast<float>(random() % 2001) / 500.0f - 2.0f);
-  }
-  for (uint64_t i = 0; i < routing.tokens * routing.top_k; ++i) {
-    routing.ids.push_back(static_cast<int32_t>(random() % (experts + 1)) - 1);
-    routing.weights.push_back(static_cast<float>(random() % 1000) / 999.0f);
-  }
-  return routing;
-}
-
-// The layer's output in double (reference) or float (cpu).
-template <typename T>
-std::vector<T> Run(const Checkpoint& checkpoint, size_t layer, const Routing& routing, const char* executor) {
+std::vector<double> Run(const Checkpoint& checkpoint, size_t layer, test::MoeCall call,
+                        const char* executor) {
   const Result<PreparedExperts> experts = LoadExperts(checkpoint, layer);
   EXPECT_TRUE(experts.has_value()) << experts.error().message();
   if (!experts) return {};
-  MoePlanOptions options;
-  options.max_tokens = routing.tokens;
-  options.top_k = routing.top_k;
-  options.output = sizeof(T) == 8 ? Dtype::kF64 : Dtype::kF32;
-  options.executor = executor;
-  const Result<MoePlan> plan = MoePlan::Create(*experts, options);
-  EXPECT_TRUE(plan.has_value()) << plan.error().message();
-  if (!plan) return {};
-  const uint64_t hidden = experts->geometry().hidden_channels;
-  Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
-  std::vector<T> y(routing.tokens * hidden);
-  MoeArgs args;
-  args.num_tokens = routing.tokens;
-  args.x = routing.x.data();
-  args.x_row_stride = hidden;
-  args.topk_ids = routing.ids.data();
-  args.topk_ids_row_stride = routing.top_k;
-  args.topk_weights = routing.weights.data();
-  args.topk_weights_row_stride = routing.top_k;
-  args.y = y.data();
-  args.y_row_stride = hidden;
-  args.workspace = workspace->data();
-  args.workspace_bytes = workspace->size_bytes();
-  const Result<void> ran = RunMoe(*plan, *experts, args);
-  EXPECT_TRUE(ran.has_value()) << ran.error().message();
-  return y;
-}
-
-template <typename T>
-double RelativeL2(const std::vector<T>& expected, const std::vector<T>& actual) {
-  double error = 0;
-  double norm = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    error += std::pow(static_cast<double>(expected[i]) - static_cast<double>(actual[i]), 2);
-    norm += std::pow(static_cast<double>(expected[i]), 2);
-  }
-  EXPECT_GT(norm, 0);
-  return std::sqrt(error / norm);
+  call.output = std::string_view(executor) == "reference" ? Dtype::kF64 : Dtype::kF32;
+  return test::RunCall(*experts, call, executor).values;
 }
 
 // Outputs of every layer. With the same segments the bits are the same; cut into slices, sums run in another
@@ -177,21 +120,23 @@ void ExpectSameOutputs(const Checkpoint& expected, const Checkpoint& actual, boo
   std::mt19937_64 random(seed);
   for (size_t l = 0; l < expected.layers().size(); ++l) {
     const MoeLayer& layer = expected.layers()[l];
-    const Routing routing = RandomRouting(random, layer.valid_hidden_channels, layer.experts);
-    const std::vector<double> a = Run<double>(expected, l, routing, "reference");
-    const std::vector<double> b = Run<double>(actual, l, routing, "reference");
-    const std::vector<float> c = Run<float>(expected, l, routing, "cpu");
-    const std::vector<float> d = Run<float>(actual, l, routing, "cpu");
-    ASSERT_EQ(a.size(), routing.tokens * layer.valid_hidden_channels);
+    const Result<PreparedExperts> experts = LoadExperts(expected, l);
+    ASSERT_TRUE(experts.has_value()) << experts.error().message();
+    const test::MoeCall call = test::RandomCall(*experts, /*num_tokens=*/5, /*top_k=*/2, random());
+    const std::vector<double> a = Run(expected, l, call, "reference");
+    const std::vector<double> b = Run(actual, l, call, "reference");
+    const std::vector<double> c = Run(expected, l, call, "cpu");
+    const std::vector<double> d = Run(actual, l, call, "cpu");
+    ASSERT_EQ(a.size(), call.num_tokens * layer.valid_hidden_channels);
     ASSERT_EQ(a.size(), b.size());
     ASSERT_EQ(c.size(), d.size());
     if (same_segments) {
-      EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(double)), 0);
-      EXPECT_EQ(std::memcmp(c.data(), d.data(), c.size() * sizeof(float)), 0);
+      EXPECT_EQ(a, b);
+      EXPECT_EQ(c, d);
     }
-    EXPECT_LE(RelativeL2(a, b), 1e-12);
-    EXPECT_LE(RelativeL2(c, d), 2e-6);
-    EXPECT_LE(RelativeL2(a, std::vector<double>(d.begin(), d.end())), 2e-6);
+    EXPECT_LE(test::Compare(a, b).rel_l2, 1e-12);
+    EXPECT_LE(test::Compare(c, d).rel_l2, 2e-6);
+    EXPECT_LE(test::Compare(a, d).rel_l2, 2e-6);
   }
 }
 
