@@ -197,6 +197,26 @@ MemoryCheckpoint OpenFiles(const CheckpointFiles& files, const std::string& path
   return opened;
 }
 
+// Complete matrices of experts in a layer that no rule can read must not pass for dense ones.
+TEST(LayoutTest, ExpertsWithoutAReadableLayerAreErrors) {
+  for (const char* from_to : {"layers.x.", "layers.00.", "layers.-1.", "layers.99999999999999999999."}) {
+    ModelShape shape;
+    shape.layers = {1};
+    shape.dense = false;
+    CheckpointFiles files = WriteStock(RandomModel(shape, 1));
+    for (auto& [name, shard] : files.shards) {
+      for (NamedTensor& tensor : shard.tensors) {
+        const size_t at = tensor.name.find("layers.1.");
+        if (at != std::string::npos) tensor.name.replace(at, 9, from_to);
+      }
+    }
+    const MemoryCheckpoint opened = OpenInMemory(files.Serialize());
+    if (!opened.checkpoint) continue;  // refused at once is as good
+    EXPECT_TRUE(opened.checkpoint->linears().empty()) << from_to;
+    EXPECT_FALSE(opened.checkpoint->CheckUsable("")) << from_to;
+  }
+}
+
 TEST(LayoutTest, LayersBeginAnywhereWithGapsAndDraftLayers) {
   const CheckpointModel model = RandomModel({.layers = {3, 4, 7, 78}, .experts = 2}, 21);
   CheckpointFiles files = WriteStock(model, {.shards = 2, .index = true});

@@ -73,6 +73,11 @@ std::string_view TakeComponent(std::string_view& text) {
 // A projection right behind a number, behind the layer's own number, outside shared experts: an expert
 // under a name that no rule reads. Left alone it would silently become a dense matrix.
 bool LooksLikeExpert(std::string_view module) {
+  // Also where the layer in front of it is no number, or none that a layer can have.
+  for (std::string_view whole = module; !whole.empty();) {
+    const std::string_view component = TakeComponent(whole);
+    if (component == "experts" || component.starts_with("experts_")) return true;
+  }
   const auto layer = ParseLayerName(module);
   std::string_view rest = layer ? layer->rest : module;
   std::string_view before;
@@ -80,7 +85,6 @@ bool LooksLikeExpert(std::string_view module) {
   bool shared = false;
   while (!rest.empty()) {
     const std::string_view component = TakeComponent(rest);
-    if (component == "experts") return true;
     if (after_number && !shared && ProjectionFromKey(component)) return true;
     const bool counts_layers = before == "layers" || before == "blocks" || before == "layer" || before == "h";
     after_number = !counts_layers && ParseDecimal(component, kMaxExpertId).has_value();
