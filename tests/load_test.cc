@@ -278,6 +278,38 @@ TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
 }
 
 // On real files, with the system's own failures.
+// The padding behind the payload of a slot is all that tells a wrong rate in the manifest from a right one.
+TEST(LoadPadding, IsCheckedForTheSlotsOfTheRank) {
+  ModelShape shape = Shape();
+  shape.intermediate_channels = 512;
+  shape.bits = 3;
+  shape.codebook = Codebook::kMcg;
+  CheckpointFiles model = WriteExl3V1(testing::RandomModel(shape, 3));
+  bool spoilt = false;
+  for (auto& [name, shard] : model.shards) {
+    for (testing::NamedTensor& tensor : shard.tensors) {
+      if (tensor.shape.size() != 2 || tensor.shape[1] % 4096 != 0) continue;
+      tensor.data[tensor.shape[1] - 1] = 1;  // of slot 0
+      spoilt = true;
+    }
+  }
+  ASSERT_TRUE(spoilt);
+  MemoryFileSystem files;
+  for (const auto& [name, bytes] : model.Serialize()) files.Write("/model/" + name, bytes);
+  const Checkpoint checkpoint = Checkpoint::Open("/model", {.file_system = &files}).value();
+  const ExtentPlan plan = ExtentPlan::Create(checkpoint, {.tp = 2}).value();
+  for (int rank = 0; rank < 2; ++rank) {
+    const bool owner = plan.layers()[0].ranks[static_cast<size_t>(rank)].first_channel == 0;
+    const Result<PreparedExperts> experts = LoadExperts(checkpoint, plan, 0, rank);
+    EXPECT_EQ(experts.has_value(), !owner);
+    if (experts) continue;
+    EXPECT_EQ(experts.error().code(), StatusCode::kFormat);
+    EXPECT_THAT(experts.error().message(), HasSubstr("legal: 0 in the padding"));
+  }
+  EXPECT_FALSE(LoadExperts(checkpoint, 0));
+  EXPECT_FALSE(LoadLinear(checkpoint, "model.layers.1.mlp.experts.0.gate_proj"));
+}
+
 class PosixFaults : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -243,6 +243,8 @@ class Checkpoint {
   // Payload bytes that a layout requires to be zero are zero (row padding of exl3-v1).
   // Errors: kFormat naming the place, kIo.
   Result<void> CheckPadding(size_t layer) const;
+  // The same for the rows of one extent. REQUIRES: inside the slice.
+  Result<void> CheckPadding(size_t layer, const SliceExtent& extent) const;
 
   // Reads the regions into `target`. Regions must lie inside it. `staging` is scratch memory for runs of the
   // file whose rows go to different places; without it they are read row by row. Errors: kIo, kUsage.

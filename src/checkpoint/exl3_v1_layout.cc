@@ -164,13 +164,14 @@ class Exl3V1Layout : public Layout {
     return source;
   }
 
-  Result<void> CheckPadding(size_t layer) const override {
+  Result<void> CheckPadding(size_t layer, uint64_t first_channel, uint64_t channels) const override {
     const TensorInfo& codes = shards_.tensors[layers_[layer].codes];
     const uint64_t payload = PayloadBytes(manifest_);
     const uint64_t stride = codes.shape[1];
     std::vector<std::byte> bytes(
         static_cast<size_t>(std::min<uint64_t>(kPaddingReadBytes, stride - payload)));
-    for (uint64_t slot = 0; slot < manifest_.num_slots; ++slot) {
+    for (uint64_t slot = first_channel / kSlotChannels; slot < (first_channel + channels) / kSlotChannels;
+         ++slot) {
       for (uint64_t at = payload; at < stride; at += bytes.size()) {
         const size_t count = static_cast<size_t>(std::min<uint64_t>(bytes.size(), stride - at));
         auto read = shards_.handles[codes.file]->ReadAt(codes.offset_bytes + slot * stride + at,

@@ -138,8 +138,10 @@ class Planner {
       if (!extent)
         return Refuse(fmt::format("tp {}: {}; {}", options_.tp, extent.error().message(), Legal()));
       if (extent->first_slot % kCutSlots != 0 || extent->slots % kCutSlots != 0) {
+        const uint64_t cut =
+            extent->first_slot % kCutSlots != 0 ? extent->first_slot : extent->first_slot + extent->slots;
         return Refuse(fmt::format("tp {}: a cut at slot {} is off the grid of {} channels; {}", options_.tp,
-                                  extent->first_slot, kHadamardChannels, Legal()));
+                                  cut, kHadamardChannels, Legal()));
       }
       ranges.push_back({.first = extent->first_slot * kSlotChannels, .count = extent->slots * kSlotChannels});
     }
@@ -185,12 +187,12 @@ class Planner {
     for (const int n : legal_) {
       if (EqualAt(n)) legal.push_back(n);
     }
-    return Refuse(
-        fmt::format("tp {} with --equal: layer {} has {} channels, that is {} a rank, and cuts must fall on "
-                    "multiples of {}; legal tp: {}",
-                    options_.tp, layer.label, layer.intermediate_channels,
-                    static_cast<double>(layer.intermediate_channels) / options_.tp, kHadamardChannels,
-                    fmt::join(legal, ", ")));
+    return Refuse(fmt::format(
+        "tp {} with --equal: layer {} has {} channels, that is {:.6g} a rank, and cuts must fall on "
+        "multiples of {}; legal tp: {}",
+        options_.tp, layer.label, layer.intermediate_channels,
+        static_cast<double>(layer.intermediate_channels) / options_.tp, kHadamardChannels,
+        fmt::join(legal, ", ")));
   }
 
   bool EqualAt(int n) const {

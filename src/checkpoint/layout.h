@@ -28,7 +28,7 @@ class Layout {
   // `extent` lies on the 128 grid inside its slice.
   virtual Result<MatrixSource> Source(size_t layer, uint32_t expert, Projection projection,
                                       const SliceExtent& extent) const = 0;
-  virtual Result<void> CheckPadding(size_t layer) const = 0;
+  virtual Result<void> CheckPadding(size_t layer, uint64_t first_channel, uint64_t channels) const = 0;
   virtual std::vector<int> LegalTpSizes() const = 0;
   virtual std::optional<SlotGrid> slot_grid() const { return std::nullopt; }
 };

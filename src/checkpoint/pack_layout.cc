@@ -220,7 +220,7 @@ Result<MatrixSource> PackLayout::Source(size_t layer, uint32_t expert, Projectio
                     extent.first_channel, extent.channels);
 }
 
-Result<void> PackLayout::CheckPadding(size_t /*layer*/) const { return {}; }  // packs have none
+Result<void> PackLayout::CheckPadding(size_t, uint64_t, uint64_t) const { return {}; }  // packs have none
 
 std::vector<int> PackLayout::LegalTpSizes() const {
   if (layers_.empty()) return {};

@@ -70,7 +70,7 @@ class PackLayout : public Layout {
   std::string MatrixName(size_t layer, uint32_t expert, Projection projection, uint32_t slice) const override;
   Result<MatrixSource> Source(size_t layer, uint32_t expert, Projection projection,
                               const SliceExtent& extent) const override;
-  Result<void> CheckPadding(size_t layer) const override;
+  Result<void> CheckPadding(size_t layer, uint64_t first_channel, uint64_t channels) const override;
   std::vector<int> LegalTpSizes() const override;
 
  private:

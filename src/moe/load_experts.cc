@@ -84,6 +84,7 @@ Result<Activation> ChooseActivation(const Checkpoint& checkpoint, const MoeLayer
 
 // One rank's share of a layer, and the places it comes from.
 struct Share {
+  size_t layer = 0;
   ExpertsSource source;
   std::vector<MatrixSource> files;  // of the present matrices, by segment, then by projection
 };
@@ -160,16 +161,16 @@ Result<MatrixSource> FindLinearSource(const Checkpoint& checkpoint, std::string_
   if (width == 0 || width % kHadamardChannels != 0) {
     return SizeError(checkpoint.MatrixName(ref->layer, ref->expert, ref->projection, slice), info);
   }
-  return checkpoint.Source(ref->layer, ref->expert, ref->projection,
-                           {.slice = slice, .first_channel = 0, .channels = width});
+  const SliceExtent whole{.slice = slice, .first_channel = 0, .channels = width};
+  if (auto padding = checkpoint.CheckPadding(ref->layer, whole); !padding)
+    return tl::unexpected(padding.error());
+  return checkpoint.Source(ref->layer, ref->expert, ref->projection, whole);
 }
 
 Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan rank_plan, std::string owner,
                             const LoadOptions& options) {
   const MoeLayer& info = checkpoint.layers()[layer];
   const std::string identity = Identity(checkpoint, owner + "layer " + info.label);
-  if (Result<void> usable = checkpoint.CheckUsable(info.label); !usable)
-    return tl::unexpected(usable.error());
   const Result<Activation> activation = ChooseActivation(checkpoint, info, options);
   if (!activation) return tl::unexpected(activation.error());
   if (info.hidden_channels == 0 || info.hidden_channels % kHadamardChannels != 0 ||
@@ -178,6 +179,7 @@ Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan
                                                     identity, info.hidden_channels, kHadamardChannels));
   }
   Share share;
+  share.layer = layer;
   share.source = {.identity = identity,
                   .experts = rank_plan.experts.experts,
                   .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
@@ -199,6 +201,8 @@ Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan
 
 Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, const Share& share,
                                   const LoadOptions& options) {
+  if (Result<void> usable = checkpoint.CheckUsable(checkpoint.layers()[share.layer].label); !usable)
+    return tl::unexpected(usable.error());
   Result<ExpertsTable> table = PlanExperts(share.source);
   if (!table) return tl::unexpected(table.error());
   const Result<SlabReader> reader = MakeReader(checkpoint, share, *table);
@@ -206,6 +210,11 @@ Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, const Share& sha
   // Before the first byte of payload: a marker of another file would tell another story.
   if (auto same = reader->CheckFiles(); !same) return tl::unexpected(same.error());
   if (auto markers = CheckMarkers(checkpoint, share); !markers) return tl::unexpected(markers.error());
+  // Padding that is not zero is all that tells a wrong rate in a manifest from a right one.
+  for (const SliceExtent& extent : share.source.rank_plan.extents) {
+    if (auto padding = checkpoint.CheckPadding(share.layer, extent); !padding)
+      return tl::unexpected(padding.error());
+  }
   Result<HostBuffer> slab = AllocateSlab(table->slab_bytes(), table->identity(), options);
   if (!slab) return tl::unexpected(slab.error());
   const Result<std::vector<std::string>> hashes = reader->Read(options, *slab);
