@@ -557,6 +557,14 @@ TEST_P(Conformance, MixedMagnitudes) {
   }
 }
 
+// A saturation so low that its double is subnormal: scaling it up must not leave the range of a double.
+TEST_P(Conformance, TheSmallestSaturationIsZeroAndNotNan) {
+  const PreparedExperts experts =
+      SmallExperts(3, {.kind = ActivationKind::kSitu, .beta = 1e-320, .linear_beta = 25});
+  const MoeCall call = RandomCall(experts, 3, 2, 5);
+  for (const double value : RunCall(experts, call, GetParam()).values) EXPECT_EQ(value, 0);
+}
+
 // One channel of a rotation of 128 may be a sum that cancels: its error is small against the whole block.
 TEST(NarrowCuts, StayWithinTheGateOfTheUncutLayer) {
   struct Cut {
