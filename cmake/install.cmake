@@ -31,5 +31,12 @@ install(FILES ${PROJECT_BINARY_DIR}/espalierConfig.cmake ${PROJECT_BINARY_DIR}/e
 # Absolute install directories (distributions set them) must not get the prefix in front.
 cmake_path(APPEND ESPALIER_PC_LIBDIR "\${prefix}" "${CMAKE_INSTALL_LIBDIR}")
 cmake_path(APPEND ESPALIER_PC_INCLUDEDIR "\${prefix}" "${CMAKE_INSTALL_INCLUDEDIR}")
+# The prefix from where the file lies, so that `cmake --install --prefix` may choose another.
+if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+  set(ESPALIER_PC_PREFIX "${CMAKE_INSTALL_PREFIX}")
+else()
+  file(RELATIVE_PATH ESPALIER_PC_UP "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+  set(ESPALIER_PC_PREFIX "\${pcfiledir}/${ESPALIER_PC_UP}")
+endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/espalier.pc.in ${PROJECT_BINARY_DIR}/espalier.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/espalier.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
