@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <vector>
 
 namespace espalier::cli {
@@ -44,6 +45,32 @@ Result<void> CheckDevice(std::string_view device) {
     return Error(StatusCode::kDevice, fmt::format("--device {}: this build has no CUDA; legal: cpu", device));
   }
   return Error(StatusCode::kUsage, fmt::format("--device '{}': legal: cpu, cuda, cuda:INDEX", device));
+}
+
+Result<void> CheckOutputPath(std::string_view option, const std::string& output,
+                             std::span<const std::filesystem::path> inputs) {
+  for (const std::filesystem::path& input : inputs) {
+    std::error_code none;  // a file that is not there is no other file
+    if (!std::filesystem::equivalent(output, input, none)) continue;
+    return Error(StatusCode::kUsage, fmt::format("{} {}: is the input {} itself; legal: another file", option,
+                                                 output, input.string()));
+  }
+  return {};
+}
+
+Result<void> CheckOutputPath(std::string_view option, const std::string& output, const Checkpoint& checkpoint,
+                             const std::string& input) {
+  std::vector<std::filesystem::path> inputs;
+  for (const FileInfo& file : checkpoint.files()) inputs.push_back(file.path);
+  std::error_code none;
+  const bool is_folder = std::filesystem::is_directory(checkpoint.path(), none);
+  const std::filesystem::path folder = is_folder ? checkpoint.path() : checkpoint.path().parent_path();
+  for (auto entry = std::filesystem::directory_iterator(folder.empty() ? "." : folder, none);
+       !none && entry != std::filesystem::directory_iterator(); entry.increment(none)) {
+    if (entry->path().extension() == ".json") inputs.push_back(entry->path());
+  }
+  if (!input.empty()) inputs.emplace_back(input);
+  return CheckOutputPath(option, output, inputs);
 }
 
 Json LayerId(const MoeLayer& layer) {

@@ -10,6 +10,7 @@
 #include <CLI/CLI.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <span>
 #include <string>
@@ -51,6 +52,13 @@ Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int
 
 // "cpu" passes. Errors: kDevice for "cuda" and "cuda:i" in a build without CUDA, kUsage otherwise.
 Result<void> CheckDevice(std::string_view device);
+
+// An output must not replace what it is made from. `inputs` that do not exist are passed over. Error: kUsage.
+Result<void> CheckOutputPath(std::string_view option, const std::string& output,
+                             std::span<const std::filesystem::path> inputs);
+// The same for all files of a checkpoint, its configs included, and one input more.
+Result<void> CheckOutputPath(std::string_view option, const std::string& output, const Checkpoint& checkpoint,
+                             const std::string& input = "");
 
 // What JSON calls a layer: its number in the primary group, else its label.
 Json LayerId(const MoeLayer& layer);

@@ -116,6 +116,8 @@ Result<int> Decode(const DecodeOptions& options, Output& output) {
   const std::string label = ref->routed ? checkpoint->layers()[ref->layer].label
                                         : LayerLabel(*checkpoint, checkpoint->linears()[ref->linear].name);
   if (Result<void> usable = checkpoint->CheckUsable(label); !usable) return tl::unexpected(usable.error());
+  if (auto other = CheckOutputPath("-o", options.output, *checkpoint); !other)
+    return tl::unexpected(other.error());
   const Result<Decoded> decoded =
       ref->routed ? DecodeRouted(*checkpoint, *ref, options.inner)
                   : DecodeOne(*checkpoint, checkpoint->linears()[ref->linear].name, options.inner);

@@ -17,6 +17,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "command.h"
@@ -68,6 +69,9 @@ std::string CommandNames(const CLI::App& app) {
 // An empty text when there is a known command, or none is needed.
 std::string CommandProblem(const CLI::App& app, std::span<char* const> arguments) {
   for (const std::string_view argument : arguments) {
+    if (argument.starts_with("--json=")) return "--json takes no value";
+  }
+  for (const std::string_view argument : arguments) {
     if (argument == "--help" || argument == "-h" || argument == "--version") return "";
     if (argument.starts_with("-")) continue;
     for (const CLI::App* command : Commands(app)) {
@@ -101,6 +105,17 @@ Result<void> CheckForTeam(const CLI::App& app, const Invocation& invocation) {
                            app.get_subcommands().front()->get_name(), invocation.team.processes()));
 }
 
+// An empty value is mostly a variable of a script that was not set. Taken for "not given", `--rank ""` would
+// run all ranks.
+Result<void> CheckValues(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_subcommands().front()->get_options()) {
+    for (const std::string& value : option->results()) {
+      if (value.empty()) return Error(StatusCode::kUsage, option->get_name() + ": the value is empty");
+    }
+  }
+  return {};
+}
+
 Result<int> ParseAndRun(std::span<char* const> arguments, Team& team, Output& output) {
   if (Result<void> same = team.CheckArguments(arguments); !same) return tl::unexpected(same.error());
   CLI::App app("Runs, checks and shows mixture-of-experts models stored as EXL3 trellis codes.");
@@ -122,6 +137,7 @@ Result<int> ParseAndRun(std::span<char* const> arguments, Team& team, Output& ou
   } catch (const CLI::ParseError& error) {
     return Error(StatusCode::kUsage, fmt::format("{} (--help shows the options)", error.what()));
   }
+  if (Result<void> given = CheckValues(app); !given) return tl::unexpected(given.error());
   if (Result<void> legal = CheckForTeam(app, invocation); !legal) return tl::unexpected(legal.error());
   return invocation.run(output);
 }
@@ -137,6 +153,8 @@ Result<int> RunAlone(std::span<char* const> arguments, Team& team, Output& outpu
     return Error(StatusCode::kCapacity, "the machine has not enough memory for this");
   } catch (const std::filesystem::filesystem_error& error) {
     return Error(StatusCode::kIo, error.what());
+  } catch (const std::system_error& error) {  // in effect: no thread to be had
+    return Error(StatusCode::kCapacity, error.what());
   } catch (const std::exception& error) {
     return Error(StatusCode::kUsage, fmt::format("internal error: {}", error.what()));
   }
@@ -175,6 +193,7 @@ int Main(std::span<char* const> arguments) {
 int main(int argc, char** argv) {
   espalier::cli::KeepStandardStreamsOpen();
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit is an error like any other
   const auto count = static_cast<size_t>(std::max(argc - 1, 0));
   try {
     return espalier::cli::Main(std::span<char* const>(argv + (argc > 0 ? 1 : 0), count));

@@ -931,6 +931,63 @@ TEST(CliStreams, NamesInFilesDoNotDriveTheTerminal) {
   EXPECT_THAT(result.standard_output, HasSubstr("\\x1b[2Jgone"));
 }
 
+TEST(CliOutput, NeverReplacesWhatItIsMadeFrom) {
+  const TemporaryDirectory directory;
+  const std::filesystem::path model = directory.path() / "model";
+  std::filesystem::copy(kQwen, model, std::filesystem::copy_options::recursive);
+  const std::filesystem::path input = directory.path() / "x.safetensors";
+  std::filesystem::copy_file(kQwenInput, input);
+  std::string shard;
+  for (const auto& entry : std::filesystem::directory_iterator(model)) {
+    if (entry.path().extension() == ".safetensors") shard = entry.path();
+  }
+  const std::string before = ReadBytes(shard);
+  const std::string matrix = "model.layers.1.mlp.experts.0.up_proj";
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"run", model, "--layer", "1", "-o", shard},
+                                             {"run", model, "--layer", "1", "-o", model / "config.json"},
+                                             {"run", model, "--layer", "1", "--input", input, "-o", input},
+                                             {"decode", model, matrix, "-o", shard},
+                                             {"plan", model, "--tp", "2", "--svg", shard}}) {
+    const JsonResult result = EspalierJson(arguments);
+    EXPECT_EQ(result.exit_code, 2) << Text(arguments);
+    EXPECT_THAT(result.standard_error, HasSubstr("is the input")) << Text(arguments);
+  }
+  EXPECT_EQ(ReadBytes(shard), before);
+  EXPECT_EQ(ReadBytes(input), ReadBytes(kQwenInput));
+}
+
+TEST(CliOutput, DoesNotReplaceALink) {
+  const TemporaryDirectory directory;
+  const std::filesystem::path link = directory.path() / "link";
+  std::filesystem::create_symlink(directory.path() / "target", link);
+  EXPECT_EQ(Espalier({"run", kQwen, "--layer", "1", "-o", link}).exit_code, 3);
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+}
+
+TEST(CliOutput, AFileSizeLimitIsAnIoErrorThatLeavesNothing) {
+  const TemporaryDirectory directory;
+  const std::string command = "ulimit -f 8; exec '" ESPALIER_BINARY "' decode '" + kQwen +
+                              "' model.layers.1.mlp.experts.0.up_proj -o '" +
+                              (directory.path() / "w.safetensors").string() + "'";
+  const SubprocessResult result = testing::RunSubprocess({"/bin/bash", "-c", command}, {});
+  EXPECT_EQ(result.exit_code, 3) << result.standard_error;
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+// A variable of a script that was not set must not turn into another run.
+TEST(CliUsage, EmptyValuesAreRefused) {
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"run", kQwen, "--layer", "1", "--tp", "2", "--rank", ""},
+                                             {"run", kQwen, "--layer", "1", "--input", ""},
+                                             {"run", kQwen, "--layer", "1", "-o", ""},
+                                             {"plan", kQwen, "--tp", "2", "--top-k", ""},
+                                             {"plan", kQwen, "--tp", "2", "--svg", ""}}) {
+    EXPECT_EQ(EspalierJson(arguments).exit_code, 2) << Text(arguments);
+  }
+  EXPECT_EQ(Espalier({"run", kQwen, "--layer", "1", "--json=true"}).exit_code, 2);
+}
+
 TEST(CliMemory, TooLittleIsACapacityError) {
 #ifdef ESPALIER_SANITIZED
   GTEST_SKIP() << "a sanitizer's shadow memory does not fit under an address space limit";

@@ -230,6 +230,9 @@ AtomicFile::~AtomicFile() {
 Result<AtomicFile> AtomicFile::Create(const fs::path& path) {
   if (HasNul(path)) return IoError(path, "the path contains a NUL byte");
   if (!path.has_filename()) return IoError(path, "is not the name of a file");
+  // A rename would replace the link and not what it leads to. (Links such as /dev/stdout lead out of any
+  // folder.)
+  if (IsLink(path)) return IoError(path, "cannot be written: it is a link");
   // A rename would put a regular file in the place of a device such as /dev/null.
   struct stat info = {};
   if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
