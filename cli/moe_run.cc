@@ -15,6 +15,7 @@
 
 #include "base/file.h"
 #include "base/half.h"
+#include "base/sha256.h"
 #include "checkpoint/safetensors.h"
 
 namespace espalier::cli {
@@ -286,6 +287,17 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
 }
 
 }  // namespace
+
+std::string HashOf(const MoeInput& input) {
+  Sha256 hash;
+  const uint64_t sizes[] = {input.tokens, input.top_k, static_cast<uint64_t>(input.dtype),
+                            static_cast<uint64_t>(input.id_type)};
+  hash.Update(std::as_bytes(std::span(sizes)));
+  hash.Update(input.x.span());
+  hash.Update(input.topk_ids.span());
+  hash.Update(std::as_bytes(std::span(input.weights)));
+  return hash.FinishHex();
+}
 
 Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                            CpuMode mode, Dtype output) {

@@ -30,6 +30,9 @@ struct MoeInput {
 // tensors and other dtypes or shapes; kCapacity for more tokens or routes than a plan takes.
 Result<MoeInput> ReadMoeInput(const std::string& path, uint64_t hidden_channels);
 
+// Equal for equal inputs.
+std::string HashOf(const MoeInput& input);
+
 struct RandomInputSize {
   uint64_t tokens = 0;
   uint64_t hidden_channels = 0;

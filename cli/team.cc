@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "team.h"
 
+#include <fmt/format.h>
+
 #include <cstddef>
 #include <string>
 
@@ -62,6 +64,15 @@ Result<double> Team::Slowest(double seconds) {
   const Result<int64_t> slowest = Keep(world_.communicator->AllReduceMax(mine));
   if (!slowest) return tl::unexpected(slowest.error());
   return static_cast<double>(*slowest) / kNanosecondsPerSecond;
+}
+
+Result<void> Team::CheckSame(std::string_view what, const std::string& text) {
+  if (Result<void> ready = Agree({}); !ready) return ready;
+  const Result<std::string> first = Keep(First(*world_.communicator, text));
+  if (!first) return tl::unexpected(first.error());
+  if (*first == text) return Agree({});
+  return Agree(Error(StatusCode::kGeometry,
+                     fmt::format("the processes have different {}; legal: the same for each of them", what)));
 }
 
 Result<void> Team::CheckArguments(std::span<char* const> arguments) {

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "dist/world.h"
@@ -39,6 +41,8 @@ class Team {
   Result<void> Sum(std::span<float> values);
   // The largest of the processes' times, which is how long the work took.
   Result<double> Slowest(double seconds);
+  // Error: kGeometry when the processes do not hold the same text; `what` names it.
+  Result<void> CheckSame(std::string_view what, const std::string& text);
   // Error: kUsage when the processes were not started with the same arguments.
   Result<void> CheckArguments(std::span<char* const> arguments);
 

@@ -401,7 +401,18 @@ TEST_F(MpirunRun, ProcessesWithDifferentInputs) {
   }
   const SubprocessResult result = Launch(command);
   EXPECT_EQ(result.exit_code, 6) << result.standard_error;
-  EXPECT_THAT(result.standard_error, HasSubstr("outputs of different sizes"));
+  EXPECT_THAT(result.standard_error, HasSubstr("the processes have different inputs"));
+  // Of one shape, with one byte between them.
+  const std::string second = directory.path() / "m33-f32" / "x.safetensors";
+  std::filesystem::copy_file(directory.path() / "m1" / "x.safetensors", second,
+                             std::filesystem::copy_options::overwrite_existing);
+  std::fstream file(second, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-1, std::ios::end);
+  file.put('\x3c');
+  file.close();
+  const SubprocessResult close = Launch(command);
+  EXPECT_EQ(close.exit_code, 6) << close.standard_error;
+  EXPECT_THAT(close.standard_error, HasSubstr("the processes have different inputs"));
 }
 
 TEST_F(MpirunRun, OtherCommandsAreForOneProcess) {
