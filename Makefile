@@ -35,4 +35,4 @@ tidy: dev
 	run-clang-tidy-19 -quiet -p build/dev '$(CURDIR)/(src|cli|examples)/.*\.cc'
 
 clean:
-	rm -rf build
+	rm -rf build .venv

@@ -74,9 +74,12 @@ void Progress::Update(uint64_t done, uint64_t total) {
 std::string Printable(std::string_view text) {
   std::string printable;
   printable.reserve(text.size());
+  unsigned char before = 0;
   for (const char c : text) {
     const auto byte = static_cast<unsigned char>(c);
-    if ((byte < 0x20 && c != '\n') || byte == 0x7f) {
+    const bool second_controls = before == 0xC2 && byte >= 0x80 && byte < 0xA0;  // U+0080 to U+009F
+    before = byte;
+    if ((byte < 0x20 && c != '\n') || byte == 0x7f || second_controls) {
       printable += fmt::format("\\x{:02x}", byte);
     } else {
       printable += c;

@@ -125,8 +125,10 @@ struct Planned {
 
 uint32_t ChooseTopK(const Checkpoint& checkpoint, const Request& request, Output& output) {
   if (request.top_k) return *request.top_k;
-  const uint64_t from_config = checkpoint.config().top_k;
-  if (from_config != 0) return static_cast<uint32_t>(std::min<uint64_t>(from_config, kMaxTopK));
+  uint64_t from_config = std::min<uint64_t>(checkpoint.config().top_k, kMaxTopK);
+  for (const MoeLayer& layer : checkpoint.layers())  // as run does
+    from_config = std::min<uint64_t>(from_config, layer.experts);
+  if (from_config != 0) return static_cast<uint32_t>(from_config);
   output.Note("no config names a top-k: assuming 2; --top-k sets it");
   return 2;
 }
@@ -368,7 +370,9 @@ void PrintRanks(const Planned& planned, Output& output) {
 
 void Print(const Planned& planned, const std::string& name, Output& output) {
   const Balance balance = BalanceOf(planned.plan);
-  output.Print("{} ({}): tp {}, ep {}\n", name, planned.layout, planned.plan.tp(), planned.plan.ep());
+  output.Print("{} ({}): tp {}, ep {}\n", name,
+               planned.layout == "geometry" ? "one layer of it" : planned.layout, planned.plan.tp(),
+               planned.plan.ep());
   output.Print("legal tp: {}\n", fmt::join(planned.legal_tp, ", "));
   PrintLayers(planned, output);
   if (planned.plan.ep() > 1 && !planned.plan.layers().empty()) {
@@ -384,7 +388,8 @@ void Print(const Planned& planned, const std::string& name, Output& output) {
                BytesText(balance.most_bytes), balance.most_to_mean);
   output.Print("workspace for {} tokens, top-{}, on the cpu executor\n", planned.max_tokens, planned.top_k);
   if (const auto tokens = MostTokens(planned)) {
-    output.Print("within {}: up to {} tokens{}\n", BytesText(*planned.memory_bytes), *tokens,
+    output.Print("within {}: up to {} tokens{}{}\n", BytesText(*planned.memory_bytes), *tokens,
+                 *tokens == kMaxPlanTokens ? ", the most that any plan takes" : "",
                  *tokens < planned.max_tokens ? ", fewer than asked for" : "");
   }
 }
@@ -396,6 +401,15 @@ Result<void> WriteText(const std::string& path, const std::string& text) {
   return file->Commit();
 }
 
+// Of the sizes at which every rank owns something, those at which all own the same.
+std::vector<int> EqualSizes(const Checkpoint& checkpoint, const std::vector<int>& sizes) {
+  std::vector<int> equal;
+  for (const int tp : sizes) {
+    if (ExtentPlan::Create(checkpoint, {.tp = tp, .ep = 1, .equal = true})) equal.push_back(tp);
+  }
+  return equal;
+}
+
 Result<int> Run(const PlanOptions& options, Output& output) {
   Result<Request> request = ParseRequest(options);
   if (!request) return tl::unexpected(request.error());
@@ -405,12 +419,19 @@ Result<int> Run(const PlanOptions& options, Output& output) {
   output.SetLegalTp(legal_tp);
   if (Result<void> ranks = ParseRanks(options, *request); !ranks) return tl::unexpected(ranks.error());
   const Result<ExtentPlan> plan = ExtentPlan::Create(*checkpoint, request->extents);
-  if (!plan) return tl::unexpected(plan.error());
+  if (!plan) {
+    if (options.equal) output.SetLegalTp(EqualSizes(*checkpoint, legal_tp));
+    return tl::unexpected(plan.error());
+  }
   Result<DensePlan> dense = PlanDense(checkpoint->config(), request->extents.tp, request->alignment);
   if (!dense) return tl::unexpected(dense.error());
   output.SetLegalTp({});
   if (auto usable = checkpoint->CheckUsable(""); !usable)
     output.Note(fmt::format("a problem: {}", usable.error().message()));
+  if (!options.svg.empty()) {
+    if (auto other = CheckOutputPath("--svg", options.svg, *checkpoint); !other)
+      return tl::unexpected(other.error());
+  }
   const uint32_t top_k = ChooseTopK(*checkpoint, *request, output);
   auto memory =
       Preflight(*checkpoint, *plan,

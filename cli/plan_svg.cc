@@ -2,6 +2,7 @@
 #include "plan_svg.h"
 
 #include <fmt/format.h>
+#include <simdjson.h>
 
 #include <algorithm>
 #include <cmath>
@@ -33,9 +34,13 @@ std::string ColorOf(int rank) {
   return fmt::format("#{:02x}{:02x}{:02x}", channel(0), channel(8), channel(4));
 }
 
+// What XML takes: UTF-8 without control characters and U+FFFE, U+FFFF. Everything else becomes '?'.
 std::string Escaped(std::string_view text) {
+  const bool valid = simdjson::validate_utf8(text.data(), text.size()) &&
+                     text.find("\xEF\xBF\xBE") == text.npos && text.find("\xEF\xBF\xBF") == text.npos;
   std::string escaped;
-  for (const char c : Printable(text)) {
+  for (char c : Printable(text)) {
+    if (!valid && static_cast<unsigned char>(c) >= 0x80) c = '?';
     switch (c) {
       case '&':
         escaped += "&amp;";

@@ -30,15 +30,14 @@ class Sizer {
         plan_(plan),
         options_(options),
         ranks_(static_cast<size_t>(plan.world())),
-        largest_(ranks_.size()) {}
+        shapes_(ranks_.size()) {}
 
   Result<std::vector<RankMemory>> Run() {
     for (const LayerExtents& layer : plan_.layers()) {
       if (auto added = AddLayer(layer); !added) return tl::unexpected(added.error());
     }
     for (size_t rank = 0; rank < ranks_.size() && options_.memory_bytes; ++rank) {
-      if (largest_[rank] == nullptr) continue;  // a checkpoint without routed experts
-      auto tokens = MostTokens(ranks_[rank], *largest_[rank]);
+      auto tokens = MostTokens(ranks_[rank], shapes_[rank]);
       if (!tokens) return tl::unexpected(tokens.error());
       ranks_[rank].max_tokens = *tokens;
     }
@@ -64,14 +63,29 @@ class Sizer {
       memory.read_bytes += sizes->read_bytes;
       memory.slab_bytes += sizes->table.slab_bytes();
       memory.descriptor_bytes += sizes->table.descriptor_bytes();
-      // The layer that needs most at one capacity needs most at any: workspaces grow with the same widths.
-      if (workspace >= memory.workspace_bytes) {
-        memory.workspace_bytes = workspace;
-        largest_[static_cast<size_t>(rank)] = sizes;
-      }
+      memory.workspace_bytes = std::max(memory.workspace_bytes, workspace);
+      if (options_.memory_bytes) AddShape(shapes_[static_cast<size_t>(rank)], sizes);
       memory.staging_peak_bytes = std::max(memory.staging_peak_bytes, sizes->staging_bytes);
     }
     return {};
+  }
+
+  // One table for each shape that a workspace can depend on, whatever the rates are.
+  using ShapeKey = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint64_t>;
+  using Shapes = std::map<ShapeKey, std::shared_ptr<const LoadSizes>>;
+
+  static void AddShape(Shapes& shapes, const std::shared_ptr<const LoadSizes>& sizes) {
+    const ExpertsTable& table = sizes->table;
+    uint64_t widest = 0;
+    for (uint32_t expert = 0; expert < table.geometry().experts; ++expert) {
+      uint64_t channels = 0;
+      for (const SegmentDesc& segment : table.ExpertSegments(expert))
+        channels += segment.intermediate_channels();
+      widest = std::max(widest, channels);
+    }
+    shapes.try_emplace({table.geometry().experts, table.geometry().stored_hidden_channels,
+                        table.max_segments_per_expert(), table.max_intermediate_channels(), widest},
+                       sizes);
   }
 
   Result<uint64_t> Workspace(const ExpertsTable& table, uint64_t max_tokens) const {
@@ -81,27 +95,37 @@ class Sizer {
     return made->workspace_bytes();
   }
 
-  // Workspaces grow with the tokens, so the most can be searched for.
-  Result<std::optional<uint64_t>> MostTokens(const RankMemory& memory, const LoadSizes& sizes) const {
+  Result<std::optional<uint64_t>> MostTokens(const RankMemory& memory, const Shapes& shapes) const {
     const uint64_t held = memory.weight_memory_bytes();
     if (held > *options_.memory_bytes || memory.staging_peak_bytes > *options_.memory_bytes - held)
       return std::optional<uint64_t>();
     const uint64_t rest = *options_.memory_bytes - held;
-    uint64_t low = 0, high = kMaxPlanTokens;
+    uint64_t most = kMaxPlanTokens;
+    for (const auto& [key, sizes] : shapes) {
+      const Result<uint64_t> tokens = MostTokensOf(sizes->table, rest, most);
+      if (!tokens) return tl::unexpected(tokens.error());
+      most = *tokens;
+    }
+    return std::optional<uint64_t>(most);
+  }
+
+  // At most `high`. Workspaces grow with the tokens, so the most can be searched for.
+  Result<uint64_t> MostTokensOf(const ExpertsTable& table, uint64_t bytes_left, uint64_t high) const {
+    uint64_t low = 0;
     while (low < high) {
       const uint64_t middle = low + (high - low + 1) / 2;
-      const Result<uint64_t> bytes = Workspace(sizes.table, middle);
+      const Result<uint64_t> bytes = Workspace(table, middle);
       if (!bytes) return tl::unexpected(bytes.error());
-      (*bytes <= rest ? low : high) = *bytes <= rest ? middle : middle - 1;
+      (*bytes <= bytes_left ? low : high) = *bytes <= bytes_left ? middle : middle - 1;
     }
-    return std::optional<uint64_t>(low);
+    return low;
   }
 
   const Checkpoint& checkpoint_;
   const ExtentPlan& plan_;
   const PreflightOptions& options_;
   std::vector<RankMemory> ranks_;
-  std::vector<std::shared_ptr<const LoadSizes>> largest_;  // by rank: the layer with the largest workspace
+  std::vector<Shapes> shapes_;  // by rank; only with a memory limit
 };
 
 }  // namespace

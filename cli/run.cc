@@ -255,7 +255,7 @@ Result<int> Run(const RunOptions& options, Team& team, Output& output) {
   if (!position) return tl::unexpected(position.error());
   const Result<Ranks> ranks = ParseRanks(options, team);
   // The sizes are an answer to an illegal one, not to a number of processes that does not fit it.
-  if (!ranks && ranks.error().code() == StatusCode::kUsage) return tl::unexpected(ranks.error());
+  if (!ranks && !ranks.error().message().starts_with("--tp")) return tl::unexpected(ranks.error());
   output.SetLegalTp(checkpoint->LegalTpSizes());
   if (!ranks) return tl::unexpected(ranks.error());
   const Result<ExtentPlan> plan =
@@ -269,6 +269,11 @@ Result<int> Run(const RunOptions& options, Team& team, Output& output) {
   // The input first: it is small, and a wrong one should not cost the reading of a layer.
   const Result<MoeInput> input = MakeInput(options, checkpoint->config(), layer, output);
   if (!input) return tl::unexpected(input.error());
+  if (auto same = team.CheckSame("inputs", HashOf(*input)); !same) return tl::unexpected(same.error());
+  if (!options.output.empty()) {
+    if (auto other = CheckOutputPath("-o", options.output, *checkpoint, options.input); !other)
+      return tl::unexpected(other.error());
+  }
   const Result<LoadOptions> load = MakeLoadOptions(*checkpoint, options, output);
   if (!load) return tl::unexpected(load.error());
   Result<LayerRun> run = RunRanks(*checkpoint, *plan, *position, *ranks, *input, *executor, *load);

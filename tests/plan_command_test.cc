@@ -106,8 +106,44 @@ TEST(PlanCommand, FindsTheMostTokensThatFit) {
   EXPECT_EQ(none.document["error"]["category"], "capacity");
   EXPECT_THAT(none.document["error"]["message"].get<std::string>(), HasSubstr(std::to_string(held)));
   for (const char* bad : {"x", "", "-1", "1.5G", "10B", "9007199254740993", "9000000T", "iB"}) {
-    EXPECT_EQ(plan(bad).exit_code, std::string(bad).empty() ? 0 : 2) << bad;
+    EXPECT_EQ(plan(bad).exit_code, 2) << bad;
   }
+}
+
+// Layers of different widths: the one that needs most decides, whatever capacity was asked for.
+TEST(PlanCommand, FindsTheMostTokensOverAllLayers) {
+  testing::ModelShape shape;
+  shape.layers = {1};
+  shape.experts = 2;
+  shape.intermediate_channels = 1024;
+  shape.dense = false;
+  testing::CheckpointModel model = testing::RandomModel(shape, 1);
+  shape.layers = {2};
+  shape.intermediate_channels = 128;
+  model.layers.push_back(testing::RandomModel(shape, 2).layers[0]);
+  testing::CheckpointFiles files = testing::WriteStock(model);
+  files.json.erase("config.json");
+  const TemporaryDirectory directory;
+  testing::WriteFiles(files.Serialize(), directory.path());
+  const auto most = [&](const std::string& max_tokens, uint64_t memory) {
+    const JsonResult result = EspalierJson({"plan", directory.path(), "--tp", "1", "--top-k", "2",
+                                            "--max-tokens", max_tokens, "--memory", std::to_string(memory)});
+    EXPECT_EQ(result.exit_code, 0) << result.standard_error;
+    return result.document["memory"]["largest_max_tokens"].get<uint64_t>();
+  };
+  const Json rank =
+      EspalierJson({"plan", directory.path(), "--tp", "1", "--top-k", "2", "--max-tokens", "100"})
+          .document["ranks"][0];
+  const uint64_t memory = rank["slab_bytes"].get<uint64_t>() + rank["descriptor_bytes"].get<uint64_t>() +
+                          rank["workspace_bytes"].get<uint64_t>();
+  for (const char* max_tokens : {"0", "1", "17", "4096"}) EXPECT_EQ(most(max_tokens, memory), 100u);
+}
+
+TEST(PlanCommand, TakesCheckpointsWithoutExperts) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.path() / "empty.safetensors";
+  std::ofstream(path, std::ios::binary) << std::string("\x02\0\0\0\0\0\0\0{}", 10);
+  EXPECT_EQ(EspalierJson({"plan", path, "--tp", "4", "--memory", "5G"}).exit_code, 0);
 }
 
 TEST(PlanCommand, RefusesWithTheLegalSizes) {
@@ -127,7 +163,8 @@ TEST(PlanCommand, RefusesWithTheLegalSizes) {
     const JsonResult result = EspalierJson(arguments);
     EXPECT_EQ(result.exit_code, c.exit_code) << result.standard_error;
     EXPECT_THAT(result.document["error"]["message"].get<std::string>(), HasSubstr(c.message));
-    EXPECT_EQ(result.document["error"]["legal_tp"], (std::vector<int>{1, 2, 3, 4}));
+    EXPECT_EQ(result.document["error"]["legal_tp"],
+              c.arguments.back() == "--equal" ? (std::vector<int>{1, 2, 4}) : (std::vector<int>{1, 2, 3, 4}));
   }
   for (const std::vector<std::string>& arguments :
        std::vector<std::vector<std::string>>{{"plan", kBundled},
