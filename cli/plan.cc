@@ -138,11 +138,11 @@ Result<void> CheckMemory(const Planned& planned) {
   for (size_t rank = 0; rank < planned.memory.size(); ++rank) {
     const RankMemory& memory = planned.memory[rank];
     if (memory.max_tokens) continue;
-    return Error(
-        StatusCode::kCapacity,
-        fmt::format("rank {} needs {} bytes for weights and {} for staging, --memory gives {}; legal: "
-                    "more memory or more ranks",
-                    rank, memory.weight_memory_bytes(), memory.staging_peak_bytes, *planned.memory_bytes));
+    return Error(StatusCode::kCapacity,
+                 fmt::format("rank {} needs {} bytes for weights, {} for staging and {} for the workspace of "
+                             "{} tokens; --memory gives {}; legal: more memory or more ranks",
+                             rank, memory.weight_memory_bytes(), memory.staging_peak_bytes,
+                             memory.workspace_bytes, planned.max_tokens, *planned.memory_bytes));
   }
   return {};
 }

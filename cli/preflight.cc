@@ -102,6 +102,9 @@ class Sizer {
     const uint64_t rest = *options_.memory_bytes - held;
     uint64_t most = kMaxPlanTokens;
     for (const auto& [key, sizes] : shapes) {
+      const Result<uint64_t> least = Workspace(sizes->table, 0);  // scratch memory of the threads
+      if (!least) return tl::unexpected(least.error());
+      if (*least > rest) return std::optional<uint64_t>();
       const Result<uint64_t> tokens = MostTokensOf(sizes->table, rest, most);
       if (!tokens) return tl::unexpected(tokens.error());
       most = *tokens;
@@ -109,7 +112,7 @@ class Sizer {
     return std::optional<uint64_t>(most);
   }
 
-  // At most `high`. Workspaces grow with the tokens, so the most can be searched for.
+  // At most `high`. REQUIRES: 0 tokens fit. Workspaces grow with the tokens, so the most can be searched for.
   Result<uint64_t> MostTokensOf(const ExpertsTable& table, uint64_t bytes_left, uint64_t high) const {
     uint64_t low = 0;
     while (low < high) {

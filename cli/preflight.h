@@ -20,8 +20,8 @@ struct RankMemory {
   uint64_t descriptor_bytes = 0;    // of all layers
   uint64_t workspace_bytes = 0;     // one, for the layer that needs most
   uint64_t staging_peak_bytes = 0;  // while loading the layer that needs most
-  // Most tokens of a plan that keeps everything within the memory given; empty when nothing was given or the
-  // weights alone do not fit.
+  // Most tokens of a plan that keeps everything within the memory given; empty when nothing was given or not
+  // even 0 tokens fit.
   std::optional<uint64_t> max_tokens;
 
   uint64_t weight_memory_bytes() const { return slab_bytes + descriptor_bytes; }

@@ -105,6 +105,8 @@ TEST(PlanCommand, FindsTheMostTokensThatFit) {
   EXPECT_EQ(none.exit_code, 6);
   EXPECT_EQ(none.document["error"]["category"], "capacity");
   EXPECT_THAT(none.document["error"]["message"].get<std::string>(), HasSubstr(std::to_string(held)));
+  // The weights fit and the scratch memory of the threads does not.
+  EXPECT_EQ(plan(std::to_string(held + 64)).exit_code, 6);
   for (const char* bad : {"x", "", "-1", "1.5G", "10B", "9007199254740993", "9000000T", "iB"}) {
     EXPECT_EQ(plan(bad).exit_code, 2) << bad;
   }
