@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -98,6 +99,24 @@ TEST(PrepareExperts, GivesThePackageThatTheFileGives) {
   EXPECT_NE(PrepareExperts(other_vector.source, other_vector.weights, hash)->content_sha256(),
             loaded.content_sha256());
   EXPECT_EQ(PrepareExperts(memory.source, memory.weights)->content_sha256(), "");
+}
+
+// A framework's loader may reuse its buffers as soon as the call is back.
+TEST(PrepareExperts, KeepsNoViewOfTheSource) {
+  InMemory memory(Shape());
+  const PreparedExperts prepared = PrepareExperts(memory.source, memory.weights, {.hash = true}).value();
+  const test::MoeCall call = test::RandomCall(prepared, 3, 2, 3);
+  const std::vector<std::byte> before = test::RunCall(prepared, call, "cpu").bytes;
+  for (testing::ExpertModel& expert : memory.model.layers[0].experts) {
+    for (MatrixModel& matrix : expert.slices[0]) {
+      for (std::vector<uint16_t>* part : {&matrix.codes, &matrix.suh, &matrix.svh, &matrix.bias})
+        std::fill(part->begin(), part->end(), uint16_t{0x7C00});
+    }
+  }
+  EXPECT_EQ(test::RunCall(prepared, call, "cpu").bytes, before);
+  const InMemory again(Shape());
+  EXPECT_EQ(PrepareExperts(again.source, again.weights, {.hash = true})->content_sha256(),
+            prepared.content_sha256());
 }
 
 TEST(PrepareExperts, KnowsEverySizeBeforehand) {
