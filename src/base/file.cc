@@ -162,7 +162,7 @@ class PosixFiles : public FileSystem {
   }
 };
 
-// Name of a temporary file beside `path`: ".NAME.XXXXXX.tmp", the name cut so that it stays below the 255
+// Name of a temporary file beside `path`: ".NAME.LETTERS.tmp", the name cut so that it stays below the 255
 // bytes a file system takes.
 fs::path TemporaryName(const fs::path& path, std::random_device* random) {
   constexpr std::string_view kLetters = "abcdefghijklmnopqrstuvwxyz0123456789";
