@@ -334,6 +334,31 @@ TEST(ExtentPlan, EveryExpertHasOneOwner) {
   }
 }
 
+TEST(ExtentPlan, OfAnotherCheckpointIsRefused) {
+  ModelShape shape;
+  shape.intermediate_channels = 256;
+  shape.dense = false;
+  const OpenModel own = Open(testing::WriteStock(testing::RandomModel(shape, 41)));
+  ModelShape more_experts = shape, wider = shape, sliced = shape, deeper = shape;
+  more_experts.experts = shape.experts + 4;
+  wider.intermediate_channels = 1024;
+  sliced.slices = 2;
+  sliced.shared_hidden = sliced.bits_by_expert = true;
+  sliced.codebook = Codebook::kMcg;
+  deeper.layers = {1, 2, 3};
+  const OpenModel others[] = {Open(testing::WriteStock(testing::RandomModel(more_experts, 42))),
+                              Open(testing::WriteStock(testing::RandomModel(wider, 43))),
+                              Open(testing::WriteRankSliced(testing::RandomModel(sliced, 44))),
+                              Open(testing::WriteStock(testing::RandomModel(deeper, 45)))};
+  for (const OpenModel& other : others) {
+    const ExtentPlan plan = ExtentPlan::Create(*other.checkpoint, {.tp = 2, .ep = 1, .equal = false}).value();
+    const Result<PreparedExperts> last = LoadExperts(*own.checkpoint, plan, 1, 1);
+    ASSERT_FALSE(last.has_value());
+    EXPECT_EQ(last.error().code(), StatusCode::kGeometry);
+    EXPECT_THAT(last.error().message(), HasSubstr("the plan"));
+  }
+}
+
 // Any shape, any layout, any number of ranks.
 enum class Kind { kStock, kR7, kContainer, kOpenContainer, kSliced, kSharedSliced };
 

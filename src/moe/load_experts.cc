@@ -240,6 +240,23 @@ Result<Share> DescribeWhole(const Checkpoint& checkpoint, size_t layer, const Lo
   return DescribeShare(checkpoint, layer, std::move(plan), "", options);
 }
 
+// A plan of another checkpoint may name experts and slices that this one does not have.
+Result<void> CheckPlan(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
+                       const RankExtent& extent) {
+  const MoeLayer& info = checkpoint.layers()[layer];
+  const ExpertRange last = plan.Experts(layer, plan.ep() - 1);
+  bool fits = last.first_expert + last.experts == info.experts;
+  for (const SliceExtent& segment : extent.segments) {
+    fits = fits && segment.slice < info.slices &&
+           segment.first_channel + segment.channels <= info.intermediate_channels / info.slices;
+  }
+  if (fits) return {};
+  return Error(StatusCode::kGeometry,
+               fmt::format("{}: {} experts of {} channels in {} slices; the plan was made for other ones",
+                           Identity(checkpoint, "layer " + info.label), info.experts,
+                           info.intermediate_channels, info.slices));
+}
+
 Result<Share> DescribeRank(const Checkpoint& checkpoint, const ExtentPlan& plan, size_t layer,
                            int global_rank, const LoadOptions& options) {
   if (Result<void> checked = CheckLayer(checkpoint, layer); !checked) return tl::unexpected(checked.error());
@@ -251,6 +268,7 @@ Result<Share> DescribeRank(const Checkpoint& checkpoint, const ExtentPlan& plan,
                                                     checkpoint.path().string(), checkpoint.layers().size()));
   }
   const RankExtent& extent = plan.layers()[layer].ranks[static_cast<size_t>(global_rank % plan.tp())];
+  if (auto fits = CheckPlan(checkpoint, plan, layer, extent); !fits) return tl::unexpected(fits.error());
   return DescribeShare(
       checkpoint, layer,
       {.tp = plan.tp(),
