@@ -232,7 +232,6 @@ Result<void> CheckExecutors(const PreparedExperts& experts, const MoeLayer& laye
 Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, size_t index, Report& report) {
   const MoeLayer& layer = checkpoint.layers()[index];
   Progress progress(fmt::format("layer {}", layer.label));
-  if (Result<void> padding = checkpoint.CheckPadding(index); !padding) return tl::unexpected(padding.error());
   VectorCheck vectors(checkpoint, report.problems);
   if (Result<void> checked = vectors.CheckLayer(index); !checked) return tl::unexpected(checked.error());
   LoadOptions load;

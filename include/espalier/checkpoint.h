@@ -240,10 +240,9 @@ class Checkpoint {
   // Checks the marker tensor of a matrix against its codebook (reads 4 bytes). Errors: kFormat, kIo.
   Result<void> CheckMarker(const MatrixInfo& matrix) const;
 
-  // Payload bytes that a layout requires to be zero are zero (row padding of exl3-v1).
+  // Payload bytes that a layout requires to be zero are zero (row padding of exl3-v1) for the rows of one
+  // extent. REQUIRES: inside the slice.
   // Errors: kFormat naming the place, kIo.
-  Result<void> CheckPadding(size_t layer) const;
-  // The same for the rows of one extent. REQUIRES: inside the slice.
   Result<void> CheckPadding(size_t layer, const SliceExtent& extent) const;
 
   // Reads the regions into `target`. Regions must lie inside it. `staging` is scratch memory for runs of the

@@ -520,13 +520,6 @@ Result<void> Checkpoint::CheckMarker(const MatrixInfo& matrix) const {
   return {};
 }
 
-Result<void> Checkpoint::CheckPadding(size_t layer) const {
-  return CheckPadding(
-      layer, {.slice = 0,
-              .first_channel = 0,
-              .channels = state_->layers[layer].intermediate_channels / state_->layers[layer].slices});
-}
-
 Result<void> Checkpoint::CheckPadding(size_t layer, const SliceExtent& extent) const {
   return state_->layout->CheckPadding(layer, extent.first_channel, extent.channels);
 }

@@ -105,7 +105,9 @@ std::string CheckMarkers(const Checkpoint& checkpoint, const Expected& expected)
 
 std::string CheckPaddings(const Checkpoint& checkpoint, const Expected& expected) {
   for (size_t layer = 0; layer < checkpoint.layers().size(); ++layer) {
-    const Result<void> padding = checkpoint.CheckPadding(layer);
+    const MoeLayer& info = checkpoint.layers()[layer];
+    const Result<void> padding = checkpoint.CheckPadding(
+        layer, {.slice = 0, .first_channel = 0, .channels = info.intermediate_channels / info.slices});
     if (padding) continue;
     if (padding.error().code() == StatusCode::kFormat &&
         ContainsAll(padding.error().message(), expected.words)) {
