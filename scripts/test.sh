@@ -12,7 +12,7 @@ mkdir -p "$logs"
 
 fuzz_seconds=${ESPALIER_FUZZ_SECONDS:-20}
 # Tests that start threads: these run under the thread sanitizer. Names of tests/*_test.cc.
-threaded_tests=(parallel_test backend_conformance_test)
+threaded_tests=(parallel_test backend_conformance_test load_test)
 
 passed=0
 failed=0
