@@ -690,6 +690,10 @@ TEST(DenseFaults, ShortReadsGiveTheSameAndOnlyOwnedBytesCanFail) {
   ExpectRefused(load(bad_end, 2), StatusCode::kIo, {kFile});
   ExpectRefused(LoadMxfp8(bad_end, "x.weight"), StatusCode::kIo, {kFile});
   ExpectRefused(LoadDense(bad_end, "x.weight_scale"), StatusCode::kIo, {kFile});
+  // The open file could still be read, but it is not the one under that name any more.
+  disk.Remove("/m/" + kFile);
+  ExpectRefused(load(good, 0), StatusCode::kIo, {kFile, "replaced or removed"});
+  ExpectRefused(LoadDense(good, "x.weight"), StatusCode::kIo, {kFile, "replaced or removed"});
 }
 
 // ---- What the ranks compute.

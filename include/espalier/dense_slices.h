@@ -140,7 +140,8 @@ struct DenseTensor {
   uint64_t read_bytes = 0;  // of the file; the rest of `data` is zero
 };
 
-// Reads a whole tensor. Errors: kUsage (no such tensor), kIo, kCapacity.
+// Reads a whole tensor. Errors: kUsage (no such tensor), kIo (here and below also a file that changed since
+// its header was read), kCapacity.
 Result<DenseTensor> LoadDense(const Checkpoint& checkpoint, std::string_view tensor);
 
 // Reads one rank's slice along one axis; no byte of another rank is read. Several sections are parts that lie

@@ -238,6 +238,7 @@ class SliceLoader {
     part.data = *std::move(buffer);
     part.read_bytes = tensor_.size_bytes;
     if (auto r = checkpoint_.Read(tensor_, part.data.span()); !r) return tl::unexpected(r.error());
+    if (auto r = checkpoint_.CheckUnchanged(tensor_.file); !r) return tl::unexpected(r.error());
     return part;
   }
 
@@ -255,6 +256,7 @@ class SliceLoader {
     const std::vector<CopyRegion> regions = Regions(axis, sections, *rows);
     for (const CopyRegion& region : regions) part.read_bytes += region.rows * region.row_bytes;
     if (auto r = checkpoint_.ReadRegions(regions, part.data.span()); !r) return tl::unexpected(r.error());
+    if (auto r = checkpoint_.CheckUnchanged(tensor_.file); !r) return tl::unexpected(r.error());
     return part;
   }
 
