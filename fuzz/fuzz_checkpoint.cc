@@ -133,7 +133,7 @@ void UseLayer(const Checkpoint& checkpoint, size_t index) {
       }
     }
   }
-  if (small) (void)checkpoint.CheckPadding(index);
+  if (small) (void)checkpoint.CheckPadding(index, {.slice = 0, .first_channel = 0, .channels = width});
   if (small) RunOneToken(checkpoint, index);
 }
 
