@@ -107,7 +107,8 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   }
   LinearConfig config;
   const uint64_t row_bytes = uint64_t{matrix.in_channels} * 2 + uint64_t{matrix.out_channels} * 4;
-  config.chunk_tokens = std::min(options.max_tokens, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows));
+  // Rows are the second dimension of a grid.
+  config.chunk_tokens = std::min({options.max_tokens, kMaxGridTiles, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows)});
   const uint64_t groups = MaxGroups(config.chunk_tokens, 1);
   const uint64_t rows = groups * kGroupRows;
   uint64_t split_groups = 0;

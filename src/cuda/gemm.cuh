@@ -33,7 +33,9 @@ struct WarpWork {
   uint64_t quad_words;     // from quad to quad
   const uint4* inputs;     // first piece of the lane in the first group
   uint64_t group_pieces;   // from group to group
+  uint32_t first_quad;
   uint32_t quads;
+  uint32_t row_floats;     // of the sums in shared memory
 };
 
 // Steps that codes are asked for ahead. 16 to 24 warps an SM times 2 * 512 bytes cover the 20 KB that the
@@ -85,7 +87,7 @@ __device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadI
 }
 
 template <int kBits, Codebook kCodebook, Operand kOperand, int T>
-__device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t first_quad, float (&sums)[T][4]) {
+__device__ __forceinline__ void MultiplyWarp(const WarpWork& work, float (&sums)[T][4]) {
   constexpr int kSteps = kAhead<kBits>;
   constexpr uint32_t kInputStep = kPieces<kOperand> * 32;
   QuadWords<kBits> ahead[kSteps];
@@ -98,7 +100,7 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t firs
   // Not before the codes are on their way: they do not depend on the kernel that writes the inputs.
   WaitForPreviousKernel();
   const uint32_t flips = OpaqueConstant(kFoldFlips);
-  const uint4* next = work.inputs + uint64_t{first_quad} * kInputStep;
+  const uint4* next = work.inputs + uint64_t{work.first_quad} * kInputStep;
   QuadInputs<kOperand, T> inputs;
   if constexpr (kInputsAhead<T>) {
 #pragma unroll
@@ -136,6 +138,7 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t firs
 // One product of all tiles. Its sums go to out[split][projection][packed row][channel].
 struct GemmParams {
   RowSource rows;
+  bool prefetch = false;         // codes are on their way before the kernel before has ended
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
   uint32_t log2_tiles = 0;       // output tiles of a unit: 32, 64 or 128 channels
@@ -169,21 +172,6 @@ struct SharedSums {
   }
 };
 
-template <int T>
-__device__ __forceinline__ void ShareSums(const float (&sums)[T][4], const SharedSums& shared, uint32_t split,
-                                          uint32_t first_channel) {
-  const uint32_t g = (threadIdx.x & 31) / 4, q = threadIdx.x & 3;
-#pragma unroll
-  for (int t = 0; t < T; ++t) {
-    float* to = shared.At(split, t * kGroupRows + 2 * q, first_channel + g);
-    to[0] = sums[t][0];
-    to[shared.row_floats] = sums[t][1];
-    to[8] = sums[t][2];
-    to[shared.row_floats + 8] = sums[t][3];
-  }
-  __syncthreads();
-}
-
 __device__ __forceinline__ float4 TotalSums(const SharedSums& shared, uint32_t splits, uint32_t row,
                                             uint32_t channel) {
   float4 total = *reinterpret_cast<const float4*>(shared.At(0, row, channel));
@@ -198,18 +186,16 @@ __device__ __forceinline__ float4 Affine(float4 v, float scale, float offset) {
   return {v.x * scale + offset, v.y * scale + offset, v.z * scale + offset, v.w * scale + offset};
 }
 
-// What a block of threads works on.
+// What a block of threads works on. Lies in shared memory and is read again where it is needed, so that nothing
+// of it occupies registers while a warp multiplies.
 struct Unit {
   Tile tile;
-  uint32_t projection = 0;
-  uint32_t block = 0;
-  uint32_t split = 0;
-};
-
-// Factors of the rows of a unit: by packed row in global memory, or the one of a fused unit.
-struct RowFactors {
-  const float* scales = nullptr;
-  const float* sums = nullptr;
+  const DeviceMatrix* matrix;
+  uint32_t projection;
+  uint32_t block;
+  uint32_t split;
+  float fused_scale;  // of the one row of a fused unit
+  float fused_sum;
 };
 
 // One row's outputs of a finishing product: H128(sums) * svh * scale (+ bias), times the row's weight.
@@ -225,8 +211,8 @@ __device__ __forceinline__ float4 FinishSums(const GemmParams& params, const Dev
   return Affine(v, params.rows.WeightAt(packed), 0.0f);
 }
 
-__device__ __forceinline__ void WriteUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
-                                          const RowFactors& factors, const SharedSums& shared) {
+__device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& unit, const SharedSums& shared) {
+  const DeviceMatrix& matrix = *unit.matrix;
   const uint32_t log2_lanes = params.log2_tiles + 2;  // threads that share a row; 32 where sums are finished
   const uint32_t warp_splits = kWarps >> params.log2_tiles;
   const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
@@ -237,39 +223,82 @@ __device__ __forceinline__ void WriteUnit(const GemmParams& params, const Device
     const uint32_t packed = unit.tile.first_group * kGroupRows + row;
     float4 v = TotalSums(shared, warp_splits, row, in_block);
     if (mul1) {
-      const float sum = factors.sums[row];
+      const float sum =
+          params.fused ? unit.fused_sum : params.input_sums[unit.projection * params.num_rows + packed];
       v = Affine(v, kMul1Scale, unit.split == 0 ? kMul1Offset * sum : 0.0f);
     }
     uint64_t out_row = packed;
     if (params.finish) {
-      v = FinishSums(params, matrix, v, channel, packed, factors.scales[row]);
+      const float scale = params.fused ? unit.fused_scale : params.input_scales[packed];
+      v = FinishSums(params, matrix, v, channel, packed, scale);
       out_row = params.rows.SlotAt(packed);
     }
     *reinterpret_cast<float4*>(out + out_row * params.out_row) = v;
   }
 }
 
+// Sums of one warp over its share of the input channels, left in shared memory.
+template <int kBits, Codebook kCodebook, Operand kOperand, int T>
+__device__ __forceinline__ void MultiplyAndShare(const WarpWork& work, float* shared) {
+  float sums[T][4] = {};
+  MultiplyWarp<kBits, kCodebook, kOperand, T>(work, sums);
+  const uint32_t row_floats = work.row_floats;
+  float* to = shared + (threadIdx.x & 3) * 2 * row_floats + (threadIdx.x & 31) / 4;
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+    to[0] = sums[t][0];
+    to[row_floats] = sums[t][1];
+    to[8] = sums[t][2];
+    to[row_floats + 8] = sums[t][3];
+    to += kGroupRows * row_floats;
+  }
+}
+
 template <int kBits, bool kSplitOperands, int T>
-__device__ __forceinline__ void MultiplyCodebook(uint32_t codebook, const WarpWork& work, uint32_t first_quad,
-                                                 float (&sums)[T][4]) {
+__device__ __forceinline__ void MultiplyCodebook(uint32_t codebook, const WarpWork& work, float* shared) {
   switch (static_cast<Codebook>(codebook)) {
 #define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier)                       \
   case Codebook::enumerator: {                                                                       \
     constexpr Operand kOperand =                                                                     \
         kSplitOperands && Codebook::enumerator != Codebook::kMul1 ? Operand::kSplit : Operand::kPair; \
-    return MultiplyWarp<kBits, Codebook::enumerator, kOperand, T>(work, first_quad, sums);           \
+    return MultiplyAndShare<kBits, Codebook::enumerator, kOperand, T>(work, shared);                 \
   }
 #include <espalier/formats.def>
   }
 }
 
+// One warp's part of one block of output channels.
 template <bool kSplitOperands, int T>
-__device__ __forceinline__ void MultiplyMatrix(const DeviceMatrix& matrix, const WarpWork& work,
-                                               uint32_t first_quad, float (&sums)[T][4]) {
+__device__ __forceinline__ void MultiplyBlock(const GemmParams& params, const Unit& unit, const uint4* inputs,
+                                              const SharedSums& shared) {
+  const DeviceMatrix& matrix = *unit.matrix;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  // Everything is a power of two: a block is short, and divisions would cost it as much as a step.
+  const uint32_t warp_tile = warp & ((1u << params.log2_tiles) - 1), warp_split = warp >> params.log2_tiles;
+  const uint32_t log2_warp_splits = kLog2Warps - params.log2_tiles;
+  const uint32_t log2_shares = params.log2_splits + log2_warp_splits;
+  const uint32_t quads = matrix.in_channels / kQuadChannels;
+  const uint32_t share = (unit.split << log2_warp_splits) + warp_split;
+  const uint32_t tile_words = 8 * matrix.bits;
+  const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * tile_words;
+
+  WarpWork work;
+  work.first_quad = quads * share >> log2_shares;
+  work.quads = (quads * (share + 1) >> log2_shares) - work.first_quad;
+  work.quad_words = 4 * row_words;
+  work.codes = matrix.codes + (uint64_t{work.first_quad} * 4 + (lane & 3)) * row_words +
+               ((unit.block << params.log2_tiles) + warp_tile) * tile_words + (lane >> 2) * matrix.bits;
+  work.group_pieces = params.group_room;
+  // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
+  // no traffic.
+  const uint32_t row = T == 1 ? min(lane >> 2, unit.tile.rows - 1) : lane >> 2;
+  work.inputs = inputs + row * 4 + (lane & 3);
+  work.row_floats = shared.row_floats;
+  float* to = shared.At(warp_split, 0, warp_tile * kTileChannels);
   switch (matrix.bits) {
 #define ESPALIER_BITS(number) \
   case number:                \
-    return MultiplyCodebook<number, kSplitOperands, T>(matrix.codebook, work, first_quad, sums);
+    return MultiplyCodebook<number, kSplitOperands, T>(matrix.codebook, work, to);
 #include <espalier/formats.def>
   }
 }
@@ -289,97 +318,75 @@ __device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_
 }
 
 // Operands of a fused unit in shared memory: one row of the first group.
-__device__ __forceinline__ void MakeOperands(const GemmParams& params, const Unit& unit, const DeviceMatrix& matrix,
-                                             uint4* operands, float* factors, float* shared) {
-  float* row_values = reinterpret_cast<float*>(operands + GroupPieces(matrix.in_channels, Operand::kSplit));
+__device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& unit, uint4* operands, float* shared) {
+  const uint32_t channels = unit.matrix->in_channels;
+  float* row_values = reinterpret_cast<float*>(operands + GroupPieces(channels, Operand::kSplit));
   const DeviceSegment& segment = params.rows.experts.segments[unit.tile.segment];
   const float max_magnitude =
       BoundaryRow(params.boundary, segment, unit.tile.first_group * kGroupRows, row_values);
-  StoreOperands(row_values, matrix.in_channels, max_magnitude, OperandOf(matrix, true), operands, 0, factors,
-                factors + 1, shared);
-  __syncthreads();
+  StoreOperands(row_values, channels, max_magnitude, OperandOf(*unit.matrix, true), operands, 0, &unit.fused_scale,
+                &unit.fused_sum, shared);
 }
 
 template <bool kSplitOperands, int T>
-__device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
-                                        float* shared) {
-  const uint32_t tiles = 1u << params.log2_tiles;
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const uint32_t warp_tile = warp & (tiles - 1), warp_split = warp >> params.log2_tiles;
-  const uint32_t quads = matrix.in_channels / kQuadChannels;
-  // Everything is a power of two: a unit is short, and divisions would cost it as much as a step.
-  const uint32_t log2_warp_splits = kLog2Warps - params.log2_tiles;
-  const uint32_t log2_shares = params.log2_splits + log2_warp_splits;
-  const uint32_t share = (unit.split << log2_warp_splits) + warp_split;
-  const uint32_t first = quads * share >> log2_shares;
-  const uint32_t tile_words = 8 * matrix.bits;
-  const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * tile_words;
-
-  WarpWork work;
-  work.quads = (quads * (share + 1) >> log2_shares) - first;
-  work.quad_words = 4 * row_words;
-  work.codes = matrix.codes + (uint64_t{first} * 4 + (lane & 3)) * row_words +
-               (unit.block * tiles + warp_tile) * tile_words + (lane >> 2) * matrix.bits;
-  work.group_pieces = params.group_room;
-  // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
-  // no traffic.
-  const uint32_t row = T == 1 ? min(lane >> 2, unit.tile.rows - 1) : lane >> 2;
-  const uint64_t packed = unit.tile.first_group * uint64_t{kGroupRows};
-  const uint64_t factor = unit.projection * uint64_t{params.num_rows} + packed;
-  RowFactors factors = {params.input_scales + packed, params.input_sums + factor};
-  work.inputs = params.inputs + unit.projection * params.projection_room +
-                unit.tile.first_group * params.group_room;
+__device__ __forceinline__ void RunUnit(const GemmParams& params, Unit& unit, float* shared) {
+  const uint4* inputs = params.inputs + unit.projection * params.projection_room +
+                        unit.tile.first_group * params.group_room;
   if constexpr (kSplitOperands) {
     extern __shared__ uint4 operands[];
-    __shared__ float fused_factors[2];
-    if (params.rows.direct) {
+    if (params.prefetch) {
+      const uint32_t quads = unit.matrix->in_channels / kQuadChannels;
       const uint32_t first_row = (quads * unit.split >> params.log2_splits) * 4;
-      PrefetchUnit(matrix, unit.block * tiles, tiles, first_row,
+      PrefetchUnit(*unit.matrix, unit.block << params.log2_tiles, 1u << params.log2_tiles, first_row,
                    (quads * (unit.split + 1) >> params.log2_splits) * 4 - first_row);
     }
     if (params.fused) {
       WaitForPreviousKernel();
-      MakeOperands(params, unit, matrix, operands, fused_factors, shared);
-      work.inputs = operands;
-      factors = {fused_factors, fused_factors + 1};
+      MakeOperands(params, unit, operands, shared);
+      __syncthreads();
+      inputs = operands;
     }
   }
-  work.inputs += row * 4 + (lane & 3);
-  float sums[T][4] = {};
-  MultiplyMatrix<kSplitOperands, T>(matrix, work, first, sums);
+  const SharedSums shared_sums = {shared, T * kGroupRows, (kTileChannels << params.log2_tiles) + 4};
+  MultiplyBlock<kSplitOperands, T>(params, unit, inputs, shared_sums);
   AllowNextKernel();
-  const SharedSums shared_sums = {shared, T * kGroupRows, tiles * kTileChannels + 4};
-  ShareSums<T>(sums, shared_sums, warp_split, warp_tile * kTileChannels);
-  WriteUnit(params, matrix, unit, factors, shared_sums);
+  __syncthreads();
+  WriteUnit(params, unit, shared_sums);
 }
 
 // The first of kGroups that holds the tile's groups.
 template <bool kSplitOperands, int T, int... kMore>
-__device__ __forceinline__ void RunSmallest(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
-                                            float* shared) {
+__device__ __forceinline__ void RunSmallest(const GemmParams& params, Unit& unit, float* shared) {
   if constexpr (sizeof...(kMore) > 0) {
-    if (unit.tile.rows > T * kGroupRows) return RunSmallest<kSplitOperands, kMore...>(params, matrix, unit, shared);
+    if (unit.tile.rows > T * kGroupRows) return RunSmallest<kSplitOperands, kMore...>(params, unit, shared);
   }
-  RunUnit<kSplitOperands, T>(params, matrix, unit, shared);
+  RunUnit<kSplitOperands, T>(params, unit, shared);
 }
 
-// kGroups: ascending numbers of groups that there is a loop for, the last is kMaxGroups. Units of one tile follow each other: they read the same inputs and neighbouring codes.
+// kGroups: ascending numbers of groups that there is a loop for, the last is kMaxGroups. Blocks of one tile
+// follow each other: they read the same inputs and neighbouring codes.
 template <bool kSplitOperands, int kMaxGroups, int... kGroups>
 __device__ __forceinline__ void RunBlock(const GemmParams& params) {
   // With blocks of 32 channels the sums of four warps meet: the most there can be.
   __shared__ __align__(16) float shared[kMaxGroups * kGroupRows * kWarps * (kTileChannels + 2)];
-  Unit unit;
-  unit.block = blockIdx.x;
-  unit.split = blockIdx.y & ((1u << params.log2_splits) - 1);
-  unit.projection = blockIdx.y >> params.log2_splits;
+  __shared__ Unit unit;
+  const Tile tile = params.rows.TileAt(blockIdx.z);
   // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
   // counts on both.
-  unit.tile = params.rows.TileAt(blockIdx.z);
-  if (unit.tile.rows == 0) return WaitForPreviousKernel();
-  const DeviceMatrix matrix =
-      params.rows.experts.segments[unit.tile.segment].matrices[params.first_projection + unit.projection];
-  if ((unit.block << (params.log2_tiles + 4)) >= matrix.out_channels) return WaitForPreviousKernel();
-  RunSmallest<kSplitOperands, kGroups...>(params, matrix, unit, shared);
+  if (tile.rows == 0) return WaitForPreviousKernel();
+  const uint32_t projection = blockIdx.y >> params.log2_splits;
+  const uint32_t block = blockIdx.x;
+  const DeviceMatrix& matrix = params.rows.MatrixOf(tile.segment, params.first_projection + projection);
+  if ((block << (params.log2_tiles + 4)) >= matrix.out_channels) return WaitForPreviousKernel();
+  if (threadIdx.x == 0) {
+    unit.tile = tile;
+    unit.matrix = &matrix;
+    unit.projection = projection;
+    unit.block = block;
+    unit.split = blockIdx.y & ((1u << params.log2_splits) - 1);
+  }
+  __syncthreads();
+  RunSmallest<kSplitOperands, kGroups...>(params, unit, shared);
 }
 
 }  // namespace espalier::cuda

@@ -19,6 +19,7 @@
 #include "cuda/boundary.cuh"
 #include "cuda/gemm_launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/rotate_inputs.cuh"
 #include "cuda/routes.cuh"
 #include "cuda/values.cuh"
 
@@ -26,7 +27,8 @@ namespace espalier::cuda {
 namespace {
 
 constexpr uint32_t kPackThreads = 1024;
-constexpr uint32_t kSharedCounts = 8192;  // experts counted in shared memory; more are counted in the workspace
+constexpr uint32_t kSharedExperts = 4096;  // more are counted in the workspace
+constexpr uint32_t kRoutesAhead = 8;       // routes that a thread asks for at once
 
 struct PackParams {
   Routes routes;
@@ -63,31 +65,46 @@ __device__ uint32_t ExclusiveSum(uint32_t value, uint32_t* warp_sums, uint32_t* 
   return before + sum - value;
 }
 
+// Calls use(route, local expert) for the routes of this thread that lead to an expert here.
+template <typename Function>
+__device__ __forceinline__ void ForEachRoute(const PackParams& params, Function&& use) {
+  const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
+  for (uint32_t first = threadIdx.x; first < num_routes; first += kRoutesAhead * blockDim.x) {
+    int32_t experts[kRoutesAhead];
+#pragma unroll
+    for (uint32_t i = 0; i < kRoutesAhead; ++i) {
+      const uint32_t route = first + i * blockDim.x;
+      experts[i] = route < num_routes ? LocalExpert(params.routes, params.experts.experts, route / params.routes.top_k,
+                                                    route % params.routes.top_k)
+                                      : -1;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kRoutesAhead; ++i) {
+      if (experts[i] >= 0) use(first + i * blockDim.x, static_cast<uint32_t>(experts[i]));
+    }
+  }
+}
+
 // One block. The order of rows within a segment is not fixed, and nothing depends on it.
 __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant__ PackParams params) {
-  __shared__ uint32_t shared_counts[kSharedCounts];
+  __shared__ uint32_t shared_counts[2 * kSharedExperts];
   __shared__ uint32_t warp_sums[kPackThreads / 32];
   const uint32_t experts = params.experts.experts;
-  const bool fits = experts <= kSharedCounts;
-  uint32_t* counts = fits ? shared_counts : params.expert_counts;  // routes of an expert, then its next row
-  uint32_t* group_counts = params.expert_counts + experts + 1;
-  const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
+  const uint32_t* first_segments = params.experts.first_segment;
+  uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;  // then: the next row
+  uint32_t* group_counts = counts + experts;
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
   for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x) params.rows[i].route = -1;
   __syncthreads();
-  for (uint32_t route = threadIdx.x; route < num_routes; route += blockDim.x) {
-    const int32_t expert =
-        LocalExpert(params.routes, experts, route / params.routes.top_k, route % params.routes.top_k);
-    if (expert >= 0) atomicAdd(&counts[expert], 1u);
-  }
+  ForEachRoute(params, [&](uint32_t, uint32_t expert) { atomicAdd(&counts[expert], 1u); });
   __syncthreads();
 
   uint32_t num_groups = 0, num_tiles = 0;
   for (uint32_t first = 0; first < experts; first += blockDim.x) {
     const uint32_t expert = first + threadIdx.x;
     const uint32_t rows = expert < experts ? counts[expert] : 0;
-    const uint32_t first_segment = expert < experts ? params.experts.first_segment[expert] : 0;
-    const uint32_t segments = expert < experts ? params.experts.first_segment[expert + 1] - first_segment : 0;
+    const uint32_t first_segment = expert < experts ? first_segments[expert] : 0;
+    const uint32_t segments = expert < experts ? first_segments[expert + 1] - first_segment : 0;
     const uint32_t groups = (rows + kGroupRows - 1) / kGroupRows;
     const uint32_t tiles = (groups + params.tile_groups - 1) / params.tile_groups;
     uint32_t all_groups, all_tiles;
@@ -97,8 +114,8 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
     num_tiles += all_tiles;
     if (expert >= experts) continue;
     counts[expert] = group * kGroupRows;
-    if (tiles == 0) continue;
     group_counts[expert] = groups;
+    if (tiles == 0) continue;
     // Tiles of nearly equal height: 56 rows become 32 + 24, not 48 + 8. There are exactly `tiles` of them.
     const uint32_t height = (groups + tiles - 1) / tiles;
     for (uint32_t s = 0; s < segments; ++s) {
@@ -111,88 +128,21 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
   if (threadIdx.x == 0) *params.num_tiles = num_tiles;
   __syncthreads();
 
-  for (uint32_t route = threadIdx.x; route < num_routes; route += blockDim.x) {
-    const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
-    const int32_t expert = LocalExpert(params.routes, experts, token, j);
-    if (expert < 0) continue;
-    const uint32_t first_segment = params.experts.first_segment[expert];
-    const uint32_t segments = params.experts.first_segment[expert + 1] - first_segment;
+  ForEachRoute(params, [&](uint32_t route, uint32_t expert) {
+    const uint32_t token = route / params.routes.top_k;
+    const uint32_t first_segment = first_segments[expert];
+    const uint32_t segments = first_segments[expert + 1] - first_segment;
+    if (segments == 0) return;
+    const float weight =
+        params.routes.weights[token * params.routes.weights_stride + route % params.routes.top_k];
     const uint32_t row = atomicAdd(&counts[expert], 1u);
-    const float weight = params.routes.weights[token * params.routes.weights_stride + j];
     for (uint32_t s = 0; s < segments; ++s) {
-      const uint32_t at = s == 0 ? row : row + s * group_counts[expert] * kGroupRows;
+      const uint32_t at = row + s * group_counts[expert] * kGroupRows;
       params.rows[at] = {static_cast<int32_t>(route), first_segment + s, token, 0};
       params.row_slots[at] = route * params.max_segments + s;
       params.row_weights[at] = weight;
     }
-  }
-}
-
-struct RotateParams {
-  RowSource rows;
-  Value type = Value::kF32;
-  const void* x = nullptr;
-  uint64_t x_stride = 0;
-  uint32_t channels = 0;         // of x
-  uint32_t stored_channels = 0;  // of the matrices
-  uint32_t first_projection = 0;
-  uint32_t num_projections = 0;
-  bool split_operands = false;
-  uint4* inputs = nullptr;
-  uint64_t group_room = 0;
-  uint64_t projection_room = 0;
-  float* scales = nullptr;  // [2][num_rows]
-  float* sums = nullptr;
-  uint32_t num_rows = 0;
-};
-
-// A block for one row: many threads make one row fast, few make many rows cheap.
-constexpr uint32_t kMaxRowThreads = 512;
-constexpr uint32_t kRowThreads = 128;
-
-// Four values of a row; `whole`: they may be read in one go.
-__device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole, uint32_t left) {
-  if (whole && params.type == Value::kBF16) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(params.x) + at);
-    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
-            __uint_as_float(bits.y & 0xFFFF0000u)};
-  }
-  float4 v = {};
-  if (left > 0) v.x = LoadValue(params.type, params.x, at);
-  if (left > 1) v.y = LoadValue(params.type, params.x, at + 1);
-  if (left > 2) v.z = LoadValue(params.type, params.x, at + 2);
-  if (left > 3) v.w = LoadValue(params.type, params.x, at + 3);
-  return v;
-}
-
-// A block takes one row and one projection.
-__global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
-  extern __shared__ __align__(16) float row_values[];
-  __shared__ float shared[kMaxRowThreads / 32];
-  WaitForPreviousKernel();
-  AllowNextKernel();
-  const uint32_t index = blockIdx.x / params.num_projections;
-  const uint32_t packed = params.rows.direct ? index * kGroupRows : index;
-  const uint32_t projection = blockIdx.x % params.num_projections;
-  const PackedRow row = params.rows.RowAt(packed);
-  if (row.route < 0) return;
-  const DeviceMatrix& matrix =
-      params.rows.experts.segments[row.segment].matrices[params.first_projection + projection];
-  const bool aligned = ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 7) == 0;
-  float max_magnitude = 0;
-#pragma unroll 4
-  for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * blockDim.x) {
-    const uint32_t left = channel < params.channels ? params.channels - channel : 0;
-    float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
-    const float4 suh = LoadVector(matrix.suh + channel);
-    v = Hadamard128({v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w});
-    *reinterpret_cast<float4*>(row_values + channel) = v;
-    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
-  }
-  const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
-  StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.split_operands),
-                params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
-                packed % kGroupRows, params.scales + factor, params.sums + factor, shared);
+  });
 }
 
 constexpr uint32_t kBoundaryThreads = 128;
@@ -269,25 +219,6 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
                params.accumulate);
   }
 }
-
-// The first failed launch; later ones are skipped.
-class Chain {
- public:
-  template <typename Function>
-  void Add(const char* name, Function&& launch) {
-    if (error_ != cudaSuccess) return;
-    error_ = launch();
-    name_ = name;
-  }
-  Result<void> result() const {
-    if (error_ == cudaSuccess) return {};
-    return Error(StatusCode::kDevice, std::string("cuda: launching '") + name_ + "': " + cudaGetErrorString(error_));
-  }
-
- private:
-  cudaError_t error_ = cudaSuccess;
-  const char* name_ = "";
-};
 
 // One chunk of tokens.
 class MoeChain {
@@ -388,6 +319,7 @@ class MoeChain {
 
   cudaError_t Sums() {
     const GemmParams params = {.rows = rows(),
+                               .prefetch = direct_,
                                .first_projection = first_projection(),
                                .num_projections = projections(),
                                .log2_tiles = Log2(sums_.block_channels / kTileChannels),
@@ -434,6 +366,7 @@ class MoeChain {
 
   cudaError_t Finish() {
     const GemmParams params = {.rows = rows(),
+                               .prefetch = direct_,
                                .first_projection = 2,
                                .num_projections = 1,
                                .log2_tiles = Log2(kHadamardChannels / kTileChannels),
@@ -469,11 +402,11 @@ class MoeChain {
   }
 
   RowSource rows() const {
-    return {.routes = routes_,
+    return {.kind = direct_ ? RowKind::kDirect : RowKind::kPacked,
+            .count = static_cast<uint32_t>(groups_),
+            .routes = routes_,
             .experts = launch_.experts,
             .max_segments = config_.max_segments,
-            .direct = direct_,
-            .direct_tiles = static_cast<uint32_t>(groups_),
             .num_tiles = At<uint32_t>(config_.counters),
             .tiles = At<Tile>(config_.tiles),
             .rows = At<PackedRow>(config_.rows),

@@ -53,44 +53,61 @@ struct Tile {
 
 inline constexpr uint32_t kGroupRows = 8;
 
-// The rows that kernels work on: packed by segment in the workspace, or, where rows are too few for sharing
-// weights to pay for a kernel that packs them, each (route, segment) as a tile of its own.
+// kPacked  rows sorted by segment, listed in the workspace
+// kDirect  each (route, segment) is a tile of its own, at row 8 * index: where rows are too few for sharing
+//          weights to pay for a kernel that packs them
+// kSingle  one matrix for all rows in their order
+enum class RowKind : uint32_t { kPacked, kDirect, kSingle };
+
+// The rows that kernels work on.
 struct RowSource {
+  RowKind kind = RowKind::kPacked;
+  uint32_t count = 0;  // tiles of kDirect, rows of kSingle
+  // kPacked and kDirect.
   Routes routes;
   DeviceExperts experts;
   uint32_t max_segments = 0;
-  bool direct = false;
-  uint32_t direct_tiles = 0;
+  // kPacked.
   const uint32_t* num_tiles = nullptr;
   const Tile* tiles = nullptr;
   const PackedRow* rows = nullptr;
   const uint32_t* row_slots = nullptr;
   const float* row_weights = nullptr;
+  // kSingle.
+  DeviceMatrix matrix;
+  uint32_t tile_groups = 0;
 
-  // Rows of the tile; 0 where there is none.
+  // rows == 0 where there is none.
   __device__ __forceinline__ Tile TileAt(uint32_t index) const {
-    if (direct) {
-      const PackedRow row = DirectRow(index);
-      return {row.segment, index, row.route < 0 ? 0u : 1u, 0};
+    if (kind == RowKind::kPacked) return index < *num_tiles ? tiles[index] : Tile{};
+    if (kind == RowKind::kSingle) {
+      const uint32_t first = index * tile_groups * kGroupRows;
+      return {0, index * tile_groups, first < count ? min(count - first, tile_groups * kGroupRows) : 0, 0};
     }
-    return index < *num_tiles ? tiles[index] : Tile{};
+    const PackedRow row = DirectRow(index);
+    return {row.segment, index, row.route < 0 ? 0u : 1u, 0};
   }
   __device__ __forceinline__ PackedRow RowAt(uint32_t packed) const {
-    return direct ? DirectRow(packed / kGroupRows) : rows[packed];
+    if (kind == RowKind::kPacked) return rows[packed];
+    if (kind == RowKind::kDirect) return DirectRow(packed / kGroupRows);
+    return {packed < count ? static_cast<int32_t>(packed) : -1, 0, packed, 0};
   }
+  // Of kPacked and kDirect.
   __device__ __forceinline__ uint32_t SlotAt(uint32_t packed) const {
-    return direct ? packed / kGroupRows : row_slots[packed];
+    return kind == RowKind::kDirect ? packed / kGroupRows : row_slots[packed];
   }
   __device__ __forceinline__ float WeightAt(uint32_t packed) const {
-    if (!direct) return row_weights[packed];
+    if (kind == RowKind::kPacked) return row_weights[packed];
     const uint32_t route = packed / kGroupRows / max_segments;
     return routes.weights[route / routes.top_k * routes.weights_stride + route % routes.top_k];
   }
+  __device__ __forceinline__ const DeviceMatrix& MatrixOf(uint32_t segment, uint32_t projection) const {
+    return kind == RowKind::kSingle ? matrix : experts.segments[segment].matrices[projection];
+  }
 
- private:
   __device__ __forceinline__ PackedRow DirectRow(uint32_t index) const {
     PackedRow row;
-    if (index >= direct_tiles) return row;
+    if (index >= count) return row;
     const uint32_t route = index / max_segments, s = index % max_segments;
     row.token = route / routes.top_k;
     const int32_t expert = LocalExpert(routes, experts.experts, row.token, route % routes.top_k);

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One matrix for all rows: rotate, sums, output. The products are those of the experts.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/gemm_launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/rotate_inputs.cuh"
+
+namespace espalier::cuda {
+namespace {
+
+struct OutputParams {
+  DeviceMatrix matrix;
+  const float* sums = nullptr;  // [splits][num_rows][out]
+  uint32_t splits = 1;
+  uint64_t split_stride = 0;
+  const float* scales = nullptr;  // [rows]
+  uint32_t channels = 0;          // of y
+  Value type = Value::kF32;
+  void* y = nullptr;
+  uint64_t y_stride = 0;
+  bool accumulate = false;
+};
+
+constexpr uint32_t kOutputThreads = 128;
+
+// A warp takes 128 channels of one row.
+__global__ void __launch_bounds__(kOutputThreads) StoreOutputs(const __grid_constant__ OutputParams params) {
+  const uint32_t block = blockIdx.x * (kOutputThreads / 32) + threadIdx.x / 32;
+  const uint32_t row = blockIdx.y;
+  const uint32_t channel = block * kHadamardChannels + (threadIdx.x & 31) * 4;
+  WaitForPreviousKernel();
+  if (block * kHadamardChannels >= params.channels) return;
+  const float* at = params.sums + uint64_t{row} * params.matrix.out_channels + channel;
+  float4 v = *reinterpret_cast<const float4*>(at);
+  for (uint32_t split = 1; split < params.splits; ++split) {
+    const float4 more = *reinterpret_cast<const float4*>(at + split * params.split_stride);
+    v = {v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w};
+  }
+  v = Hadamard128(v);
+  const float4 svh = LoadVector(params.matrix.svh + channel);
+  const float scale = params.scales[row];
+  v = {v.x * scale * svh.x, v.y * scale * svh.y, v.z * scale * svh.z, v.w * scale * svh.w};
+  if (params.matrix.bias != nullptr) {
+    const float4 bias = LoadVector(params.matrix.bias + channel);
+    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+  }
+  const float values[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (channel + i >= params.channels) break;
+    StoreValue(params.type, params.y, row * params.y_stride + channel + i, values[i], params.accumulate);
+  }
+}
+
+uint32_t Log2(uint32_t power_of_two) { return static_cast<uint32_t>(std::countr_zero(power_of_two)); }
+
+Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint32_t num_tokens) {
+  const LinearArgs& args = launch.args;
+  const DeviceMatrix& matrix = launch.matrix;
+  std::byte* workspace = static_cast<std::byte*>(args.workspace);
+  const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+  const bool dependent = launch.limits.compute_capability >= 90;
+  const bool few = LinearClassOf(num_tokens) == RowClass::kFew;
+  const uint32_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
+  const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens));
+  const uint32_t num_rows = groups * kGroupRows;
+  const SumsPlan plan = PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
+  const RowSource rows = {
+      .kind = RowKind::kSingle, .count = num_tokens, .matrix = matrix, .tile_groups = (groups + tiles - 1) / tiles};
+  uint4* inputs = reinterpret_cast<uint4*>(workspace + launch.config.inputs);
+  float* scales = reinterpret_cast<float*>(workspace + launch.config.input_scales);
+  float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
+  float* sums = reinterpret_cast<float*>(workspace + launch.config.sums);
+  const uint64_t room = GroupPieces(matrix.in_channels, few ? Operand::kSplit : Operand::kPair);
+
+  const RotateParams rotate = {
+      .rows = rows,
+      .type = ValueOf(launch.options.input),
+      .x = static_cast<const std::byte*>(args.x) +
+           first_token * args.x_row_stride * static_cast<uint64_t>(DtypeBits(launch.options.input)) / 8,
+      .x_stride = args.x_row_stride,
+      .channels = launch.in_channels,
+      .stored_channels = matrix.in_channels,
+      .num_projections = 1,
+      .split_operands = few,
+      .inputs = inputs,
+      .group_room = room,
+      .scales = scales,
+      .sums = input_sums,
+      .num_rows = num_rows};
+  const GemmParams products = {.rows = rows,
+                               .prefetch = few,
+                               .num_projections = 1,
+                               .log2_tiles = Log2(plan.block_channels / kTileChannels),
+                               .log2_splits = Log2(plan.splits),
+                               .inputs = inputs,
+                               .group_room = room,
+                               .input_sums = input_sums,
+                               .num_rows = num_rows,
+                               .out = sums,
+                               .out_row = matrix.out_channels,
+                               .out_split = uint64_t{num_rows} * matrix.out_channels};
+  const OutputParams output = {
+      .matrix = matrix,
+      .sums = sums,
+      .splits = plan.splits,
+      .split_stride = products.out_split,
+      .scales = scales,
+      .channels = launch.out_channels,
+      .type = ValueOf(launch.options.output),
+      .y = static_cast<std::byte*>(args.y) +
+           first_token * args.y_row_stride * static_cast<uint64_t>(DtypeBits(launch.options.output)) / 8,
+      .y_stride = args.y_row_stride,
+      .accumulate = args.accumulate};
+
+  Chain chain;
+  chain.Add("rotate", [&] {
+    return Launch(RotateInputs, dim3(num_tokens), few ? kMaxRowThreads : kRowThreads,
+                  matrix.in_channels * sizeof(float), stream, false, rotate);
+  });
+  chain.Add("sums", [&] {
+    const dim3 grid(matrix.out_channels / plan.block_channels, plan.splits, tiles);
+    return few ? LaunchFewRows(products, grid, stream, dependent) : LaunchManyRows(products, grid, stream, dependent);
+  });
+  chain.Add("output", [&] {
+    const uint32_t blocks = matrix.out_channels / kHadamardChannels;
+    const uint32_t warps = kOutputThreads / 32;
+    return Launch(StoreOutputs, dim3((blocks + warps - 1) / warps, num_tokens), kOutputThreads, 0, stream, dependent,
+                  output);
+  });
+  return chain.result();
+}
+
+}  // namespace
+
+Result<void> LaunchLinear(const LinearLaunch& launch) {
+  for (uint64_t first = 0; first < launch.args.num_tokens; first += launch.config.chunk_tokens) {
+    const uint64_t tokens = std::min(launch.config.chunk_tokens, launch.args.num_tokens - first);
+    Result<void> run = LaunchChunk(launch, first, static_cast<uint32_t>(tokens));
+    if (!run) return run;
+  }
+  return {};
+}
+
+}  // namespace espalier::cuda
