@@ -14,7 +14,7 @@ constexpr uint64_t kGroupRows = 8;
 constexpr uint64_t kEnoughUnits = 256;
 constexpr uint32_t kMaxSplits = 8;
 constexpr uint64_t kMaxGridTiles = 65535;
-// Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,200 tokens.
+// Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,360 tokens.
 constexpr uint64_t kChunkBytes = uint64_t{1400} << 20;
 // A row is rotated in shared memory as fp32; 96 KiB is what every architecture has.
 constexpr uint32_t kMaxRowChannels = 24576;
@@ -25,9 +25,9 @@ Result<void> CheckChannels(std::string_view identity, std::string_view what, uin
                                                      identity, channels, what, kMaxRowChannels));
 }
 
-// fp16 operands of one row at their widest (each value twice), fp32 sums, one fp32 output row.
+// fp16 operands, fp32 sums and one fp32 output row.
 uint64_t RowBytes(const MoeGeometry& geometry, uint32_t intermediate) {
-  return uint64_t{geometry.stored_hidden_channels} * (2 * 4 + 4) + uint64_t{intermediate} * (2 * 4 * 4 + 4);
+  return uint64_t{geometry.stored_hidden_channels} * (2 * 2 + 4) + uint64_t{intermediate} * (2 * 4 + 2);
 }
 
 // Packed rows times splits that the sums of FC1 take at most, over every number of rows up to `rows`. With

@@ -99,6 +99,7 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, float (&sums)
   }
   // Not before the codes are on their way: they do not depend on the kernel that writes the inputs.
   WaitForPreviousKernel();
+  AllowNextKernel();
   const uint32_t flips = OpaqueConstant(kFoldFlips);
   const uint4* next = work.inputs + uint64_t{work.first_quad} * kInputStep;
   QuadInputs<kOperand, T> inputs;
@@ -349,7 +350,6 @@ __device__ __forceinline__ void RunUnit(const GemmParams& params, Unit& unit, fl
   }
   const SharedSums shared_sums = {shared, T * kGroupRows, (kTileChannels << params.log2_tiles) + 4};
   MultiplyBlock<kSplitOperands, T>(params, unit, inputs, shared_sums);
-  AllowNextKernel();
   __syncthreads();
   WriteUnit(params, unit, shared_sums);
 }

@@ -191,22 +191,44 @@ constexpr uint32_t kCombineThreads = 128;
 
 // A thread takes four channels of one token.
 __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant__ CombineParams params) {
+  __shared__ uint32_t segments[kMaxTopK];  // slots of each route that hold something
   const uint32_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
   const uint32_t token = blockIdx.x / blocks;
   const uint32_t channel = (blockIdx.x % blocks * kCombineThreads + threadIdx.x) * 4;
+  const uint32_t top_k = params.routes.top_k;
+  for (uint32_t j = threadIdx.x; j < top_k; j += kCombineThreads) {
+    const int32_t expert = LocalExpert(params.routes, params.experts.experts, token, j);
+    const uint32_t* first = params.experts.first_segment + max(expert, 0);
+    segments[j] = expert < 0 ? 0 : first[1] - first[0];
+  }
+  __syncthreads();
   WaitForPreviousKernel();
   if (channel >= params.channels) return;
+  const float* slots = params.slots + uint64_t{token} * top_k * params.max_segments * params.stored_channels + channel;
   float4 sum = {};
   bool reached = false;
-  for (uint32_t j = 0; j < params.routes.top_k; ++j) {
-    const int32_t expert = LocalExpert(params.routes, params.experts.experts, token, j);
-    if (expert < 0) continue;
-    const uint32_t segments = params.experts.first_segment[expert + 1] - params.experts.first_segment[expert];
-    for (uint32_t s = 0; s < segments; ++s) {
-      const uint64_t slot = (uint64_t{token} * params.routes.top_k + j) * params.max_segments + s;
-      const float4 v = *reinterpret_cast<const float4*>(params.slots + slot * params.stored_channels + channel);
-      sum = reached ? float4{sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w} : v;
-      reached = true;
+  const auto add = [&](float4 v) {
+    sum = reached ? float4{sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w} : v;
+    reached = true;
+  };
+  constexpr uint32_t kAtOnce = 8;  // loads in flight; the order of the sum stays
+  for (uint32_t first = 0; first < top_k; first += kAtOnce) {
+    float4 values[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (first + i < top_k && segments[first + i] > 0) {
+        values[i] = *reinterpret_cast<const float4*>(
+            slots + uint64_t{first + i} * params.max_segments * params.stored_channels);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (first + i >= top_k || segments[first + i] == 0) continue;
+      add(values[i]);
+      for (uint32_t s = 1; s < segments[first + i]; ++s) {
+        const uint64_t slot = uint64_t{first + i} * params.max_segments + s;
+        add(*reinterpret_cast<const float4*>(slots + slot * params.stored_channels));
+      }
     }
   }
   // A row that no expert reached keeps its bits when outputs are added up.
