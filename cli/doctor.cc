@@ -11,7 +11,6 @@
 #endif
 
 #include <cstdlib>
-#include <fstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +18,7 @@
 #include "base/parallel.h"
 #include "command.h"
 #include "dist/world.h"
+#include "machine.h"
 
 namespace espalier::cli {
 namespace {
@@ -31,16 +31,6 @@ std::string CompilerText() {
 #else
   return "g++ " __VERSION__;
 #endif
-}
-
-// The kernel's name for the CPU, or the architecture's where it gives none.
-std::string CpuModel() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    const size_t colon = line.find(": ");
-    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
-  }
-  return ESPALIER_ARCHITECTURE;
 }
 
 struct CpuFeature {
@@ -100,9 +90,9 @@ Result<int> Doctor(Output& output) {
   const std::string fmt_version =
       fmt::format("{}.{}.{}", FMT_VERSION / 10000, FMT_VERSION / 100 % 100, FMT_VERSION % 100);
 
-  output.Print("espalier       {} ({})\n", ESPALIER_VERSION, ESPALIER_COMMIT);
+  output.Print("espalier       {} ({})\n", ESPALIER_VERSION, BuildCommit());
   output.Print("compiler       {}, {}\n", CompilerText(), ESPALIER_BUILD_TYPE);
-  output.Print("cpu            {}, {}\n", CpuModel(), ESPALIER_ARCHITECTURE);
+  output.Print("cpu            {}, {}\n", CpuModel(), Architecture());
   output.Print("cpu features   {}\n", present.empty() ? "none that matter here" : present);
   output.Print("threads        {}\n", HardwareThreads());
   for (const Backend* backend : Backends()) {
@@ -118,24 +108,23 @@ Result<int> Doctor(Output& output) {
                SIMDJSON_STRINGIFY(SIMDJSON_VERSION), simdjson::get_active_implementation()->name(),
                fmt_version, OpenSSL_version(OPENSSL_VERSION), TbbText());
 
-  output.Document(
-      {{"schema", "espalier.doctor/1"},
-       {"version", ESPALIER_VERSION},
-       {"commit", ESPALIER_COMMIT},
-       {"compiler", CompilerText()},
-       {"build_type", ESPALIER_BUILD_TYPE},
-       {"cpu", {{"model", CpuModel()}, {"architecture", ESPALIER_ARCHITECTURE}, {"features", features}}},
-       {"threads", HardwareThreads()},
-       {"backends", backends},
-       {"cuda", kNotInThisBuild},
-       {"mpi", MpiText()},
-       {"nccl", ESPALIER_NCCL},
-       {"libraries",
-        {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
-         {"simdjson_kernel", simdjson::get_active_implementation()->name()},
-         {"fmt", fmt_version},
-         {"openssl", OpenSSL_version(OPENSSL_VERSION)},
-         {"tbb", TbbText()}}}});
+  output.Document({{"schema", "espalier.doctor/1"},
+                   {"version", ESPALIER_VERSION},
+                   {"commit", BuildCommit()},
+                   {"compiler", CompilerText()},
+                   {"build_type", ESPALIER_BUILD_TYPE},
+                   {"cpu", {{"model", CpuModel()}, {"architecture", Architecture()}, {"features", features}}},
+                   {"threads", HardwareThreads()},
+                   {"backends", backends},
+                   {"cuda", kNotInThisBuild},
+                   {"mpi", MpiText()},
+                   {"nccl", ESPALIER_NCCL},
+                   {"libraries",
+                    {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
+                     {"simdjson_kernel", simdjson::get_active_implementation()->name()},
+                     {"fmt", fmt_version},
+                     {"openssl", OpenSSL_version(OPENSSL_VERSION)},
+                     {"tbb", TbbText()}}}});
   return kExitOk;
 }
 

@@ -5,7 +5,6 @@
 #include <espalier/extent_plan.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -41,22 +40,6 @@ struct Executor {
   CpuMode mode = CpuMode::kExact;
 };
 
-Result<CpuMode> ParseMode(std::string_view text) {
-  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
-    if (text == CpuModeName(mode)) return mode;
-  }
-  return Error(StatusCode::kUsage, fmt::format("--mode '{}': legal: exact, fast, int8", text));
-}
-
-Result<uint64_t> ParseSeed(std::string_view text) {
-  uint64_t seed = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    return Error(StatusCode::kUsage, fmt::format("--seed '{}': legal: 0 to 2^64 - 1", text));
-  }
-  return seed;
-}
-
 Result<Executor> ChooseExecutor(const RunOptions& options) {
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
   Executor executor{.name = options.executor};
@@ -70,7 +53,7 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
     return Error(StatusCode::kUsage, fmt::format("--executor '{}': legal: reference, cpu, cuda", effective));
   }
   if (!options.mode.empty()) {
-    const Result<CpuMode> mode = ParseMode(options.mode);
+    const Result<CpuMode> mode = ParseMode("--mode", options.mode);
     if (!mode) return tl::unexpected(mode.error());
     if (effective != "cpu") {
       return Error(StatusCode::kUsage,
@@ -133,7 +116,7 @@ Result<MoeInput> MakeInput(const RunOptions& options, const ModelConfig& config,
   if (!options.input.empty()) return ReadMoeInput(options.input, layer.valid_hidden_channels);
   const Result<int64_t> tokens = ParseInteger("--tokens", options.tokens, 0, kMaxPlanTokens);
   if (!tokens) return tl::unexpected(tokens.error());
-  const Result<uint64_t> seed = ParseSeed(options.seed);
+  const Result<uint64_t> seed = ParseSeed("--seed", options.seed);
   if (!seed) return tl::unexpected(seed.error());
   const uint64_t wanted = config.top_k != 0 ? config.top_k : 2;
   const RandomInputSize size{

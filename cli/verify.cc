@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "command.h"
+#include "gates.h"
 #include "metrics.h"
 #include "moe_run.h"
 #include "vector_check.h"
@@ -157,26 +158,6 @@ Result<void> CheckFiles(const Checkpoint& checkpoint, bool hash, Report& report)
   return {};
 }
 
-// Bounds on the error against the reference, by what an executor rounds.
-struct Gate {
-  double max_rel_l2;
-  double min_cosine;
-};
-
-Gate GateOf(const Backend& backend, CpuMode mode, const PreparedExperts& experts) {
-  if (backend.name() == "cuda") {
-    return experts.geometry().activation.limit > 0 ? Gate{2e-3, 0.999995} : Gate{1e-3, 0.999999};
-  }
-  if (mode == CpuMode::kExact) return {2e-6, 0};
-  if (mode == CpuMode::kInt8) return {2.5e-2, 0.9997};
-  const bool integers =
-      std::all_of(experts.segments().begin(), experts.segments().end(), [](const auto& segment) {
-        return segment.down().codebook == Codebook::kMul1 && segment.up().codebook == Codebook::kMul1 &&
-               (!segment.gate().present() || segment.gate().codebook == Codebook::kMul1);
-      });
-  return integers ? Gate{2e-3, 0.999998} : Gate{6e-3, 0.99998};
-}
-
 Metrics Measure(const MoeOutput& result, const MoeOutput& reference) {
   MetricsSum sum;
   const auto* values = reinterpret_cast<const float*>(result.y.data());
@@ -221,7 +202,7 @@ Result<void> CheckExecutors(const PreparedExperts& experts, const MoeLayer& laye
                             .mode = has_modes ? std::optional(mode) : std::nullopt,
                             .metrics = Measure(*output, *reference),
                             .ok = false};
-      const Gate gate = GateOf(*backend, mode, experts);
+      const Gate gate = GateOf(backend->name(), mode, experts);
       result.ok = result.metrics.Within(gate.max_rel_l2, gate.min_cosine);
       results.push_back(std::move(result));
     }
