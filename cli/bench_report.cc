@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "machine.h"
 
@@ -172,20 +173,29 @@ double MedianOf(std::vector<double> samples) {
 Json BenchDocument(const BenchReport& report) {
   Json results = Json::array();
   for (const BenchRow& row : report.rows) results.push_back(RowJson(report, row));
-  return {{"schema", "espalier.bench/1"},
-          {"provenance", ProvenanceJson(report)},
-          {"limits",
-           {{"read_gb_s", report.limits.read_gb_s},
-            {"matrix_tflop_s", report.limits.matrix_tflop_s},
-            {"decode_tweights_s", NullOr(report.limits.decode_tweights_s)},
-            {"read", report.limits.read_text},
-            {"matrix", report.limits.matrix_text}}},
-          {"gate",
-           {{"max_rel_l2", report.gate.max_rel_l2},
-            {"min_cosine", report.gate.min_cosine},
-            {"serial_max_rel_l2", kSerialGate}}},
-          {"results", results},
-          {"ok", report.ok()}};
+  const MoeGeometry& geometry = report.experts->geometry();
+  return {
+      {"schema", "espalier.bench/1"},
+      {"provenance", ProvenanceJson(report)},
+      {"limits",
+       {{"read_gb_s", report.limits.read_gb_s},
+        {"matrix_tflop_s", report.limits.matrix_tflop_s},
+        {"decode_tweights_s", NullOr(report.limits.decode_tweights_s)},
+        {"read", report.limits.read_text},
+        {"matrix", report.limits.matrix_text}}},
+      {"gate",
+       {{"max_rel_l2", report.gate.max_rel_l2},
+        {"min_cosine", report.gate.min_cosine},
+        {"serial_max_rel_l2", kSerialGate}}},
+      {"package",
+       {{"hidden_channels", geometry.hidden_channels},
+        {"intermediate_channels", report.experts->max_intermediate_channels()},
+        {"experts", geometry.experts},
+        {"activation", ActivationText(geometry.activation)},
+        {"weights", std::accumulate(report.tiers.weights.begin(), report.tiers.weights.end(), uint64_t{0})},
+        {"code_bytes", report.experts->code_bytes()}}},
+      {"results", results},
+      {"ok", report.ok()}};
 }
 
 void PrintBench(const BenchReport& report, Output& output) {

@@ -35,8 +35,8 @@ const std::string kFixtures = ESPALIER_TEST_DATA "/fixtures";
 const std::string kBundled = ESPALIER_BUNDLED_CHECKPOINT;
 const std::string kQwen = kFixtures + "/stock-qwen3";
 const std::string kQwenInput = kFixtures + "/inputs/in-5-384-3.m7-i64.safetensors";
-const std::vector<std::string> kCommands = {"doctor", "inspect", "plan",   "decode",
-                                            "run",    "verify",  "compare"};
+const std::vector<std::string> kCommands = {"doctor", "inspect", "plan",  "decode",
+                                            "run",    "verify",  "bench", "compare"};
 
 std::string Text(const std::vector<std::string>& arguments) {
   std::string text = "espalier";
