@@ -20,20 +20,63 @@ struct DeviceLimits {
   int num_sms = 0;             // that the grid may count on; fewer is slower, never wrong
 };
 
-// Offsets are bytes from the start of the workspace, sizes are for one chunk of tokens.
+// How products are made. few: up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit
+// unadded; many: up to 48 rows share it. A row's bits do not depend on the other rows of a call as long as the
+// class is the same.
+enum class RowClass { kFew, kMany };
+
+// Rows are (route, segment) pairs: tokens * top_k * segments per expert. Few while experts get 4 rows on
+// average: then 98 of 100 have 8 or less.
+constexpr RowClass ClassOf(uint64_t rows, uint64_t segments) {
+  return rows <= 4 * segments ? RowClass::kFew : RowClass::kMany;
+}
+// The same for a single matrix.
+constexpr RowClass LinearClassOf(uint64_t tokens) { return tokens <= 8 ? RowClass::kFew : RowClass::kMany; }
+
+inline constexpr uint64_t kManyRowsTile = 48;
+constexpr uint64_t LinearTiles(uint64_t tokens) {
+  return LinearClassOf(tokens) == RowClass::kFew ? 1 : (tokens + kManyRowsTile - 1) / kManyRowsTile;
+}
+
+// Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.
+constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
+  const uint64_t begun = rows < segments ? rows : segments;
+  const uint64_t groups = (rows + 7 * begun) / 8;
+  return rows < groups ? rows : groups;
+}
+
+// Offsets are bytes from the start of the workspace.
 struct MoeConfig {
   uint64_t chunk_tokens = 0;   // tokens of one pass over the experts
-  uint64_t chunk_rows = 0;     // (route, segment) pairs of a chunk at most
-  uint64_t chunk_groups = 0;   // groups of 8 rows at most
-  uint32_t max_segments = 0;   // per expert
-  uint32_t hidden = 0;         // stored
+  uint32_t max_segments = 0;   // per expert, at least 1
+  uint32_t num_segments = 0;   // of the package
+  uint32_t hidden = 0;         // as stored
   uint32_t intermediate = 0;   // of the widest segment
-  uint64_t counters = 0, segment_rows = 0, tiles = 0, rows = 0, row_slots = 0;
-  uint64_t inputs = 0, input_scales = 0, fc1 = 0, mids = 0, mid_scales = 0, slots = 0;
+  uint64_t counters = 0;       // uint32 [16]: number of tiles first
+  uint64_t expert_counts = 0;  // uint32 [2][experts + 1]
+  uint64_t tiles = 0;          // Tile [groups]
+  uint64_t rows = 0;           // PackedRow [groups * 8]
+  uint64_t row_slots = 0;      // uint32 [groups * 8]
+  uint64_t row_weights = 0;    // float [groups * 8]
+  uint64_t input_scales = 0, input_sums = 0;  // float [2][groups * 8]
+  uint64_t mid_scales = 0, mid_sums = 0;      // float [groups * 8]
+  uint64_t inputs = 0;         // operands of gate, then of up
+  uint64_t fc1 = 0;            // float [splits][groups * 8][2][intermediate]
+  uint64_t mids = 0;           // operands of down
+  uint64_t slots = 0;          // float [rows][hidden], weighted outputs by (route, segment)
   uint64_t total_bytes = 0;
 };
 
-// Independent of the device. Cost: constant. Error: kCapacity.
+// How the sums of one product are cut into units: by output channels, and by input channels where that is too
+// little to fill the machine. Depends on shapes and the number of rows only, so results do not depend on the
+// device.
+struct SumsPlan {
+  uint32_t block_channels = 128;  // 32, 64, 128
+  uint32_t splits = 1;
+};
+SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, uint32_t out_channels);
+
+// Independent of the device. Cost: constant. Errors: kCapacity, kUnsupported (rows too wide).
 Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions& options);
 
 // All pointers of `args`, the table and the workspace are of the device that is current; `stream` is a
@@ -51,7 +94,10 @@ Result<void> LaunchMoe(const MoeLaunch& launch);
 
 struct LinearConfig {
   uint64_t chunk_tokens = 0;
-  uint64_t inputs = 0, input_scales = 0, sums = 0;
+  uint64_t tiles = 0;                         // Tile [groups], behind a uint32 count
+  uint64_t input_scales = 0, input_sums = 0;  // float [groups * 8]
+  uint64_t inputs = 0;                        // operands
+  uint64_t sums = 0;                          // float [splits][groups * 8][out]
   uint64_t total_bytes = 0;
 };
 Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearPlanOptions& options);

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "cuda/launch.h"
+#include "moe/workspace.h"
+
+namespace espalier::cuda {
+namespace {
+
+constexpr uint64_t kGroupRows = 8;
+// Units that fill the machine: two for each of 128 SMs. Below that units are made smaller.
+constexpr uint64_t kEnoughUnits = 256;
+constexpr uint32_t kMaxSplits = 8;
+// Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,200 tokens.
+constexpr uint64_t kChunkBytes = uint64_t{1400} << 20;
+// A row is rotated in shared memory as fp32; 96 KiB is what every architecture has.
+constexpr uint32_t kMaxRowChannels = 24576;
+
+Result<void> CheckChannels(std::string_view identity, std::string_view what, uint32_t channels) {
+  if (channels <= kMaxRowChannels) return {};
+  return Error(StatusCode::kUnsupported, fmt::format("{}: {} {} channels; the cuda executor takes up to {}",
+                                                     identity, channels, what, kMaxRowChannels));
+}
+
+// fp16 operands of one row at their widest (each value twice), fp32 sums, one fp32 output row.
+uint64_t RowBytes(const MoeGeometry& geometry, uint32_t intermediate) {
+  return uint64_t{geometry.stored_hidden_channels} * (2 * 4 + 4) + uint64_t{intermediate} * (2 * 4 * 4 + 4);
+}
+
+// Packed rows times splits that the sums of FC1 take at most, over every number of rows up to `rows`. With
+// 64 rows or more there are enough units without splits.
+uint64_t SplitRows(uint64_t rows, uint64_t segments, const MoeConfig& config) {
+  uint64_t most = MaxGroups(rows, segments);
+  for (uint64_t few = 1; few <= std::min<uint64_t>(rows, kEnoughUnits); ++few) {
+    const SumsPlan plan = PlanSums(std::min(few, segments), 2, config.hidden, config.intermediate);
+    most = std::max(most, plan.splits * MaxGroups(few, segments));
+  }
+  return most * kGroupRows;
+}
+
+}  // namespace
+
+SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, uint32_t out_channels) {
+  SumsPlan plan;
+  const auto units = [&] { return tiles * projections * (out_channels / plan.block_channels) * plan.splits; };
+  while (plan.block_channels > 32 && units() < kEnoughUnits) plan.block_channels /= 2;
+  // A warp keeps at least four steps of 64 channels; the warps of a unit of 32 output channels share them by
+  // four.
+  const uint32_t max_splits = std::min(kMaxSplits, in_channels / (4 * 4 * 64));
+  while (units() < kEnoughUnits && plan.splits * 2 <= max_splits) plan.splits *= 2;
+  return plan;
+}
+
+Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions& options) {
+  const MoeGeometry& geometry = experts.geometry();
+  MoeConfig config;
+  config.max_segments = std::max(experts.max_segments_per_expert(), 1u);
+  config.hidden = geometry.stored_hidden_channels;
+  config.intermediate = std::max(experts.max_intermediate_channels(), kHadamardChannels);
+  for (const auto& [what, channels] :
+       {std::pair("hidden", config.hidden), std::pair("intermediate", config.intermediate)}) {
+    if (Result<void> checked = CheckChannels(experts.identity(), what, channels); !checked) {
+      return tl::unexpected(checked.error());
+    }
+  }
+  const uint64_t max_rows = std::max<uint64_t>(kChunkBytes / RowBytes(geometry, config.intermediate), 1);
+  config.chunk_tokens = ChunkTokens(options, options.max_tokens, max_rows / config.max_segments);
+  const uint64_t segments = experts.segments().size();
+  config.num_segments = static_cast<uint32_t>(segments);
+  const uint64_t chunk_rows = config.chunk_tokens * options.top_k * config.max_segments;
+  const uint64_t groups = MaxGroups(chunk_rows, segments);
+  // Operands that stand twice take 4 bytes a channel; a call with few rows uses them whatever the capacity is.
+  const uint64_t few_groups = MaxGroups(std::min(chunk_rows, 4 * segments), segments);
+  const uint64_t operand_bytes = kGroupRows * std::max(groups * 2, few_groups * 4);
+  const uint64_t rows = groups * kGroupRows;
+
+  WorkspaceLayout arrays;
+  config.counters = arrays.Add(16, sizeof(uint32_t));
+  config.expert_counts = arrays.Add(2 * (uint64_t{geometry.experts} + 1), sizeof(uint32_t));
+  config.tiles = arrays.Add(groups, 16);
+  config.rows = arrays.Add(rows, 16);
+  config.row_slots = arrays.Add(rows, sizeof(uint32_t));
+  config.row_weights = arrays.Add(rows, sizeof(float));
+  config.input_scales = arrays.Add(rows * 2, sizeof(float));
+  config.input_sums = arrays.Add(rows * 2, sizeof(float));
+  config.mid_scales = arrays.Add(rows, sizeof(float));
+  config.mid_sums = arrays.Add(rows, sizeof(float));
+  config.inputs = arrays.Add(CheckedBytes(operand_bytes) * 2, config.hidden);
+  config.fc1 = arrays.Add(CheckedBytes(SplitRows(chunk_rows, segments, config)) * 2 * config.intermediate, sizeof(float));
+  config.mids = arrays.Add(operand_bytes, config.intermediate);
+  config.slots = arrays.Add(CheckedBytes(chunk_rows) * config.hidden, sizeof(float));
+  const Result<uint64_t> total = arrays.TotalBytes();
+  if (!total) return tl::unexpected(total.error());
+  config.total_bytes = *total;
+  return config;
+}
+
+Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearPlanOptions& options) {
+  const MatrixDesc& matrix = linear.matrix();
+  if (Result<void> checked = CheckChannels(linear.identity(), "input", matrix.in_channels); !checked) {
+    return tl::unexpected(checked.error());
+  }
+  LinearConfig config;
+  const uint64_t row_bytes = uint64_t{matrix.in_channels} * 2 + uint64_t{matrix.out_channels} * 4;
+  config.chunk_tokens = std::min(options.max_tokens, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows));
+  const uint64_t groups = MaxGroups(config.chunk_tokens, 1);
+  const uint64_t rows = groups * kGroupRows;
+  uint64_t split_groups = 0;
+  for (uint64_t count = 1; count <= groups; ++count) {
+    const SumsPlan plan = PlanSums(LinearTiles(count * kGroupRows), 1, matrix.in_channels, matrix.out_channels);
+    split_groups = std::max(split_groups, plan.splits * count);
+    if (plan.splits == 1 && count > kEnoughUnits) break;
+  }
+  WorkspaceLayout arrays;
+  config.tiles = arrays.Add(16 + groups * 16, 1);
+  config.input_scales = arrays.Add(rows, sizeof(float));
+  config.input_sums = arrays.Add(rows, sizeof(float));
+  config.inputs = arrays.Add(CheckedBytes(rows) * matrix.in_channels, LinearClassOf(options.max_tokens) == RowClass::kFew ? 4 : 2);
+  config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels, sizeof(float));
+  const Result<uint64_t> total = arrays.TotalBytes();
+  if (!total) return tl::unexpected(total.error());
+  config.total_bytes = *total;
+  return config;
+}
+
+}  // namespace espalier::cuda

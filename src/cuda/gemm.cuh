@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows times one coded matrix: the products of FC1, FC2 and of single linears. A block of 8 warps takes a
+// unit: up to 8 * T rows, `block_channels` output channels, a share of the input channels. The warps split the
+// unit by output tile (16 channels) and, where that leaves warps over, by input channels; their sums meet in
+// shared memory in a fixed order. Whatever T is, a row's sums are made in the same order: tiles may be chosen
+// by the rows an expert has.
+#ifndef ESPALIER_SRC_CUDA_GEMM_CUH_
+#define ESPALIER_SRC_CUDA_GEMM_CUH_
+
+#include <espalier/formats.h>
+
+#include <cstdint>
+
+#include "cuda/decode.cuh"
+#include "cuda/device_table.h"
+#include "cuda/operand.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/rotate.cuh"
+
+namespace espalier::cuda {
+
+inline constexpr uint32_t kWarps = 8;
+inline constexpr uint32_t kGemmThreads = 32 * kWarps;
+inline constexpr uint32_t kGroupRows = 8;
+
+// One warp's part of a unit.
+struct WarpWork {
+  const uint32_t* codes;   // first word of the lane in the first quad
+  uint64_t quad_words;     // from quad to quad
+  const uint4* inputs;     // first piece of the lane in the first group
+  uint64_t group_pieces;   // from group to group
+  uint32_t quads;
+};
+
+// Steps that codes are asked for ahead. 16 to 24 warps an SM times 2 * 512 bytes cover the 20 KB that the
+// latency of the memory wants in flight at 2.3 TB/s.
+template <int kBits>
+inline constexpr int kAhead = kBits <= 4 ? 3 : 2;
+
+template <int kBits, Codebook kCodebook, Operand kOperand, int T>
+__device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, const uint4* inputs,
+                                             uint64_t group_pieces, float (&sums)[T][4]) {
+  const uint32_t previous = PreviousWord(quad.w[kBits - 1]);
+  if constexpr (kOperand == Operand::kSplit) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      uint4 b[T];
+#pragma unroll
+      for (int t = 0; t < T; ++t) b[t] = inputs[t * group_pieces + s * 32];
+      uint32_t low[4], high[4];
+      SplitOperands<kBits, kCodebook>(quad, previous, s, low, high);
+#pragma unroll
+      for (int t = 0; t < T; ++t) {
+        Mma16816(sums[t], low, b[t].x, b[t].y);
+        Mma16816(sums[t], high, b[t].z, b[t].w);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint4 b[T];
+#pragma unroll
+      for (int t = 0; t < T; ++t) b[t] = inputs[t * group_pieces + h * 32];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint32_t a[4];
+        PairOperand<kBits, kCodebook>(quad, previous, 2 * h + s, a);
+#pragma unroll
+        for (int t = 0; t < T; ++t) Mma16816(sums[t], a, s == 0 ? b[t].x : b[t].z, s == 0 ? b[t].y : b[t].w);
+      }
+    }
+  }
+}
+
+template <int kBits, Codebook kCodebook, Operand kOperand, int T>
+__device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t first_quad, float (&sums)[T][4]) {
+  constexpr int kSteps = kAhead<kBits>;
+  constexpr uint32_t kInputStep = kPieces<kOperand> * 32;
+  QuadWords<kBits> ahead[kSteps];
+  const uint32_t* codes = work.codes;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    if (i < work.quads) ahead[i] = LoadQuad<kBits>(codes);
+    codes += work.quad_words;
+  }
+  // Not before the codes are on their way: they do not depend on the kernel that writes the inputs.
+  WaitForPreviousKernel();
+  const uint4* inputs = work.inputs + uint64_t{first_quad} * kInputStep;
+  for (uint32_t first = 0; first < work.quads; first += kSteps) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (first + i >= work.quads) break;
+      MultiplyQuad<kBits, kCodebook, kOperand, T>(ahead[i], inputs, work.group_pieces, sums);
+      if (first + i + kSteps < work.quads) ahead[i] = LoadQuad<kBits>(codes);
+      codes += work.quad_words;
+      inputs += kInputStep;
+    }
+  }
+}
+
+// A tile of the work list: rows [0, rows) of groups first_group, first_group + 1, ... of one segment.
+struct Tile {
+  uint32_t segment = 0;
+  uint32_t first_group = 0;
+  uint32_t rows = 0;
+  uint32_t unused = 0;
+};
+
+// One product of all tiles. Its sums go to out[split][projection][packed row][channel].
+struct GemmParams {
+  const DeviceSegment* segments = nullptr;
+  const Tile* tiles = nullptr;
+  const uint32_t* num_tiles = nullptr;
+  uint32_t first_projection = 0;
+  uint32_t num_projections = 0;
+  uint32_t block_channels = 0;   // output channels of a unit: 32, 64, 128
+  uint32_t num_blocks = 0;       // of the widest matrix
+  uint32_t num_splits = 0;       // shares of the input channels, each a unit of its own
+  const uint4* inputs = nullptr;
+  uint64_t group_room = 0;       // pieces from group to group
+  uint64_t projection_room = 0;  // pieces from projection to projection
+  const float* input_sums = nullptr;    // [projections][rows], for mul1
+  uint32_t num_rows = 0;
+  float* out = nullptr;
+  uint64_t out_row = 0;         // floats from row to row
+  uint64_t out_projection = 0;  // ... from projection to projection
+  uint64_t out_split = 0;       // ... from split to split
+  // Instead of sums, outputs: H128(sums) * svh * scale (+ bias), times the row's weight, in blocks of 128.
+  bool finish = false;
+  const float* input_scales = nullptr;  // [rows]
+  const uint32_t* row_slots = nullptr;  // row of `out` by packed row
+  const float* row_weights = nullptr;
+};
+
+// How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the rows
+// of a matrix instruction's column pairs in different banks.
+struct SharedSums {
+  float* data;
+  uint32_t rows;
+  uint32_t row_floats;
+
+  __device__ __forceinline__ float* At(uint32_t split, uint32_t row, uint32_t channel) const {
+    return data + (split * rows + row) * row_floats + channel;
+  }
+};
+
+template <int T>
+__device__ __forceinline__ void ShareSums(const float (&sums)[T][4], const SharedSums& shared, uint32_t split,
+                                          uint32_t first_channel) {
+  const uint32_t g = (threadIdx.x & 31) / 4, q = threadIdx.x & 3;
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+    float* to = shared.At(split, t * kGroupRows + 2 * q, first_channel + g);
+    to[0] = sums[t][0];
+    to[shared.row_floats] = sums[t][1];
+    to[8] = sums[t][2];
+    to[shared.row_floats + 8] = sums[t][3];
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ float4 TotalSums(const SharedSums& shared, uint32_t splits, uint32_t row,
+                                            uint32_t channel) {
+  float4 total = *reinterpret_cast<const float4*>(shared.At(0, row, channel));
+  for (uint32_t split = 1; split < splits; ++split) {
+    const float4 more = *reinterpret_cast<const float4*>(shared.At(split, row, channel));
+    total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+  }
+  return total;
+}
+
+__device__ __forceinline__ float4 Affine(float4 v, float scale, float offset) {
+  return {v.x * scale + offset, v.y * scale + offset, v.z * scale + offset, v.w * scale + offset};
+}
+
+// What a block of threads works on.
+struct Unit {
+  Tile tile;
+  uint32_t projection = 0;
+  uint32_t block = 0;
+  uint32_t split = 0;
+};
+
+// One row's outputs of a finishing product: H128(sums) * svh * scale (+ bias), times the row's weight.
+__device__ __forceinline__ float4 FinishSums(const GemmParams& params, const DeviceMatrix& matrix, float4 v,
+                                             uint32_t channel, uint32_t packed) {
+  v = Hadamard128(v);
+  const float4 svh = LoadVector(matrix.svh + channel);
+  const float scale = params.input_scales[packed];
+  v = {v.x * svh.x * scale, v.y * svh.y * scale, v.z * svh.z * scale, v.w * svh.w * scale};
+  if (matrix.bias != nullptr) {
+    const float4 bias = LoadVector(matrix.bias + channel);
+    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+  }
+  return Affine(v, params.row_weights[packed], 0.0f);
+}
+
+__device__ __forceinline__ void WriteUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
+                                          const SharedSums& shared) {
+  const uint32_t lanes = params.block_channels / 4;  // threads that share a row; 32 where sums are finished
+  const uint32_t warp_splits = kWarps * kTileChannels / params.block_channels;
+  const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
+  const uint32_t in_block = threadIdx.x % lanes * 4;
+  const uint32_t channel = unit.block * params.block_channels + in_block;
+  float* out = params.out + unit.split * params.out_split + unit.projection * params.out_projection + channel;
+  for (uint32_t row = threadIdx.x / lanes; row < unit.tile.rows; row += kGemmThreads / lanes) {
+    const uint32_t packed = unit.tile.first_group * kGroupRows + row;
+    float4 v = TotalSums(shared, warp_splits, row, in_block);
+    if (mul1) {
+      const float sum = params.input_sums[unit.projection * params.num_rows + packed];
+      v = Affine(v, kMul1Scale, unit.split == 0 ? kMul1Offset * sum : 0.0f);
+    }
+    uint64_t out_row = packed;
+    if (params.finish) {
+      v = FinishSums(params, matrix, v, channel, packed);
+      out_row = params.row_slots[packed];
+    }
+    *reinterpret_cast<float4*>(out + out_row * params.out_row) = v;
+  }
+}
+
+template <int kBits, bool kSplitOperands, int T>
+__device__ __forceinline__ void MultiplyCodebook(uint32_t codebook, const WarpWork& work, uint32_t first_quad,
+                                                 float (&sums)[T][4]) {
+  switch (static_cast<Codebook>(codebook)) {
+#define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier)                       \
+  case Codebook::enumerator: {                                                                       \
+    constexpr Operand kOperand =                                                                     \
+        kSplitOperands && Codebook::enumerator != Codebook::kMul1 ? Operand::kSplit : Operand::kPair; \
+    return MultiplyWarp<kBits, Codebook::enumerator, kOperand, T>(work, first_quad, sums);           \
+  }
+#include <espalier/formats.def>
+  }
+}
+
+template <bool kSplitOperands, int T>
+__device__ __forceinline__ void MultiplyMatrix(const DeviceMatrix& matrix, const WarpWork& work,
+                                               uint32_t first_quad, float (&sums)[T][4]) {
+  switch (matrix.bits) {
+#define ESPALIER_BITS(number) \
+  case number:                \
+    return MultiplyCodebook<number, kSplitOperands, T>(matrix.codebook, work, first_quad, sums);
+#include <espalier/formats.def>
+  }
+}
+
+template <bool kSplitOperands, int T>
+__device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
+                                        float* shared) {
+  const uint32_t tiles = params.block_channels / kTileChannels;
+  const uint32_t warp_splits = kWarps / tiles;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const uint32_t quads = matrix.in_channels / kQuadChannels;
+  const uint32_t shares = params.num_splits * warp_splits;
+  const uint32_t share = unit.split * warp_splits + warp / tiles;
+  const uint32_t first = quads * share / shares;
+  const uint32_t tile_words = 8 * matrix.bits;
+  const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * tile_words;
+
+  WarpWork work;
+  work.quads = quads * (share + 1) / shares - first;
+  work.quad_words = 4 * row_words;
+  work.codes = matrix.codes + (uint64_t{first} * 4 + (lane & 3)) * row_words +
+               (unit.block * tiles + warp % tiles) * tile_words + (lane >> 2) * matrix.bits;
+  work.group_pieces = params.group_room;
+  // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
+  // no traffic.
+  const uint32_t row = T == 1 ? min(lane >> 2, unit.tile.rows - 1) : lane >> 2;
+  work.inputs = params.inputs + unit.projection * params.projection_room +
+                unit.tile.first_group * params.group_room + row * 4 + (lane & 3);
+  float sums[T][4] = {};
+  MultiplyMatrix<kSplitOperands, T>(matrix, work, first, sums);
+  AllowNextKernel();
+  const SharedSums shared_sums = {shared, T * kGroupRows, params.block_channels + 4};
+  ShareSums<T>(sums, shared_sums, warp / tiles, warp % tiles * kTileChannels);
+  WriteUnit(params, matrix, unit, shared_sums);
+}
+
+// The first of kGroups that holds the tile's groups.
+template <bool kSplitOperands, int T, int... kMore>
+__device__ __forceinline__ void RunSmallest(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
+                                            float* shared) {
+  if constexpr (sizeof...(kMore) > 0) {
+    if (unit.tile.rows > T * kGroupRows) return RunSmallest<kSplitOperands, kMore...>(params, matrix, unit, shared);
+  }
+  RunUnit<kSplitOperands, T>(params, matrix, unit, shared);
+}
+
+// kGroups: ascending numbers of groups that there is a loop for, the last is kMaxGroups. Units of one tile follow each other: they read the same inputs and neighbouring codes.
+template <bool kSplitOperands, int kMaxGroups, int... kGroups>
+__device__ __forceinline__ void RunBlock(const GemmParams& params) {
+  // With blocks of 32 channels the sums of four warps meet: the most there can be.
+  __shared__ __align__(16) float shared[kMaxGroups * kGroupRows * kWarps * (kTileChannels + 2)];
+  const uint32_t tile_units = params.num_projections * params.num_blocks * params.num_splits;
+  const uint32_t tile = blockIdx.x / tile_units;
+  uint32_t rest = blockIdx.x % tile_units;
+  Unit unit;
+  unit.split = rest % params.num_splits;
+  rest /= params.num_splits;
+  unit.block = rest % params.num_blocks;
+  unit.projection = rest / params.num_blocks;
+  // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
+  // counts on both.
+  if (tile >= *params.num_tiles) return WaitForPreviousKernel();
+  unit.tile = params.tiles[tile];
+  const DeviceMatrix matrix =
+      params.segments[unit.tile.segment].matrices[params.first_projection + unit.projection];
+  if (unit.block * params.block_channels >= matrix.out_channels) return WaitForPreviousKernel();
+  RunSmallest<kSplitOperands, kGroups...>(params, matrix, unit, shared);
+}
+
+}  // namespace espalier::cuda
+
+#endif  // ESPALIER_SRC_CUDA_GEMM_CUH_

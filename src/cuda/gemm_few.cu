@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Up to 8 rows a tile. 80 registers let 24 warps share an SM, which hides the latency of the codes.
+#include "cuda/gemm.cuh"
+#include "cuda/gemm_launch.cuh"
+
+namespace espalier::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kGemmThreads, 3) FewRows(const __grid_constant__ GemmParams params) {
+  RunBlock<true, 1, 1>(params);
+}
+
+}  // namespace
+
+cudaError_t LaunchFewRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent) {
+  return Launch(FewRows, num_units, kGemmThreads, 0, stream, dependent, params);
+}
+
+}  // namespace espalier::cuda

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The products' entry points: one translation unit per kernel class, so that they compile side by side.
+#ifndef ESPALIER_SRC_CUDA_GEMM_LAUNCH_CUH_
+#define ESPALIER_SRC_CUDA_GEMM_LAUNCH_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/gemm.cuh"
+#include "cuda/launch.h"
+
+namespace espalier::cuda {
+
+inline constexpr uint32_t TileGroups(RowClass row_class) { return row_class == RowClass::kFew ? 1 : 6; }
+
+cudaError_t LaunchFewRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent);
+cudaError_t LaunchManyRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent);
+
+// Launches a kernel; `dependent`: its prologue may overlap the end of the kernel before (sm_90 and newer).
+template <typename... Params, typename... Args>
+cudaError_t Launch(void (*kernel)(Params...), uint64_t blocks, uint32_t threads, size_t shared_bytes,
+                   cudaStream_t stream, bool dependent, const Args&... args) {
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+}  // namespace espalier::cuda
+
+#endif  // ESPALIER_SRC_CUDA_GEMM_LAUNCH_CUH_

@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One layer as a chain of kernels on one stream:
+//   pack      routes -> rows sorted by segment, tiles of rows
+//   rotate    H128(x * suh) of every row, as operands
+//   sums      FC1: gate and up products
+//   boundary  H128, svh, bias, activation, suh of down, H128: operands again
+//   finish    FC2: products, H128, svh, bias, route weight: one row per (route, segment)
+//   combine   sum over routes and segments in fixed order, output scale, store
+// Each kernel starts while the one before it ends (programmatic dependent launch) and fetches codes before it
+// waits. A kernel lets the next one start only after its own wait, so whoever runs has everything but its
+// direct predecessor complete. No kernel waits for another block: any number of SMs will do.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cuda/gemm_launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/routes.cuh"
+#include "cuda/values.cuh"
+
+namespace espalier::cuda {
+namespace {
+
+constexpr uint32_t kPackThreads = 1024;
+constexpr uint32_t kSharedCounts = 8192;  // experts counted in shared memory; more are counted in the workspace
+
+struct PackParams {
+  Routes routes;
+  DeviceExperts experts;
+  uint32_t max_segments = 0;
+  uint32_t tile_groups = 0;
+  uint32_t max_groups = 0;
+  uint32_t* num_tiles = nullptr;
+  uint32_t* expert_counts = nullptr;  // [2][experts + 1]
+  Tile* tiles = nullptr;
+  PackedRow* rows = nullptr;
+  uint32_t* row_slots = nullptr;
+  float* row_weights = nullptr;
+};
+
+// Sum of `value` over the threads before this one; *total over all. Two barriers.
+__device__ uint32_t ExclusiveSum(uint32_t value, uint32_t* warp_sums, uint32_t* total) {
+  const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  uint32_t sum = value;
+#pragma unroll
+  for (uint32_t stride = 1; stride < 32; stride *= 2) {
+    const uint32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, stride);
+    if (lane >= stride) sum += other;
+  }
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  uint32_t before = 0, all = 0;
+  for (uint32_t i = 0; i < blockDim.x / 32; ++i) {
+    if (i < warp) before += warp_sums[i];
+    all += warp_sums[i];
+  }
+  __syncthreads();
+  *total = all;
+  return before + sum - value;
+}
+
+// One block. The order of rows within a segment is not fixed, and nothing depends on it.
+__global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant__ PackParams params) {
+  __shared__ uint32_t shared_counts[kSharedCounts];
+  __shared__ uint32_t warp_sums[kPackThreads / 32];
+  const uint32_t experts = params.experts.experts;
+  const bool fits = experts <= kSharedCounts;
+  uint32_t* counts = fits ? shared_counts : params.expert_counts;  // routes of an expert, then its next row
+  uint32_t* group_counts = params.expert_counts + experts + 1;
+  const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
+  for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x) params.rows[i].route = -1;
+  __syncthreads();
+  for (uint32_t route = threadIdx.x; route < num_routes; route += blockDim.x) {
+    const int32_t expert =
+        LocalExpert(params.routes, experts, route / params.routes.top_k, route % params.routes.top_k);
+    if (expert >= 0) atomicAdd(&counts[expert], 1u);
+  }
+  __syncthreads();
+
+  uint32_t num_groups = 0, num_tiles = 0;
+  for (uint32_t first = 0; first < experts; first += blockDim.x) {
+    const uint32_t expert = first + threadIdx.x;
+    const uint32_t rows = expert < experts ? counts[expert] : 0;
+    const uint32_t first_segment = expert < experts ? params.experts.first_segment[expert] : 0;
+    const uint32_t segments = expert < experts ? params.experts.first_segment[expert + 1] - first_segment : 0;
+    const uint32_t groups = (rows + kGroupRows - 1) / kGroupRows;
+    const uint32_t tiles = (groups + params.tile_groups - 1) / params.tile_groups;
+    uint32_t all_groups, all_tiles;
+    const uint32_t group = num_groups + ExclusiveSum(groups * segments, warp_sums, &all_groups);
+    uint32_t tile = num_tiles + ExclusiveSum(tiles * segments, warp_sums, &all_tiles);
+    num_groups += all_groups;
+    num_tiles += all_tiles;
+    if (expert >= experts) continue;
+    counts[expert] = group * kGroupRows;
+    if (tiles == 0) continue;
+    group_counts[expert] = groups;
+    // Tiles of nearly equal height: 56 rows become 32 + 24, not 48 + 8. There are exactly `tiles` of them.
+    const uint32_t height = (groups + tiles - 1) / tiles;
+    for (uint32_t s = 0; s < segments; ++s) {
+      for (uint32_t done = 0; done < groups; done += height) {
+        params.tiles[tile++] = {first_segment + s, group + s * groups + done,
+                                min(rows - done * kGroupRows, height * kGroupRows), 0};
+      }
+    }
+  }
+  if (threadIdx.x == 0) *params.num_tiles = num_tiles;
+  __syncthreads();
+
+  for (uint32_t route = threadIdx.x; route < num_routes; route += blockDim.x) {
+    const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
+    const int32_t expert = LocalExpert(params.routes, experts, token, j);
+    if (expert < 0) continue;
+    const uint32_t first_segment = params.experts.first_segment[expert];
+    const uint32_t segments = params.experts.first_segment[expert + 1] - first_segment;
+    const uint32_t row = atomicAdd(&counts[expert], 1u);
+    const float weight = params.routes.weights[token * params.routes.weights_stride + j];
+    for (uint32_t s = 0; s < segments; ++s) {
+      const uint32_t at = s == 0 ? row : row + s * group_counts[expert] * kGroupRows;
+      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, token, 0};
+      params.row_slots[at] = route * params.max_segments + s;
+      params.row_weights[at] = weight;
+    }
+  }
+}
+
+struct RotateParams {
+  const DeviceSegment* segments = nullptr;
+  const PackedRow* rows = nullptr;
+  Value type = Value::kF32;
+  const void* x = nullptr;
+  uint64_t x_stride = 0;
+  uint32_t channels = 0;         // of x
+  uint32_t stored_channels = 0;  // of the matrices
+  uint32_t first_projection = 0;
+  uint32_t num_projections = 0;
+  bool split_operands = false;
+  uint4* inputs = nullptr;
+  uint64_t group_room = 0;
+  uint64_t projection_room = 0;
+  float* scales = nullptr;  // [2][num_rows]
+  float* sums = nullptr;
+  uint32_t num_rows = 0;
+};
+
+__device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, bool split_operands) {
+  const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
+  return split_operands && !mul1 ? Operand::kSplit : Operand::kPair;
+}
+
+// Writes a rotated row (fp32 in shared memory), with its scale and, for mul1, its sum.
+__device__ void StoreOperands(const float* row, uint32_t channels, float max_magnitude, Operand operand,
+                              uint4* group, uint32_t packed, float* scale, float* sum, float* shared) {
+  const int exponent = RowExponent(BlockMax(max_magnitude, shared));
+  const float total = StoreRow(row, channels, PowerOfTwo(-exponent), operand, group, packed % kGroupRows);
+  if (operand == Operand::kPair) {
+    const float all = BlockSum(total, shared);
+    if (threadIdx.x == 0) *sum = all;
+  }
+  if (threadIdx.x == 0) *scale = PowerOfTwo(exponent);
+}
+
+constexpr uint32_t kRowThreads = 256;
+
+// A block takes one packed row and one projection.
+__global__ void __launch_bounds__(kRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
+  extern __shared__ __align__(16) float row_values[];
+  __shared__ float shared[kRowThreads / 32];
+  WaitForPreviousKernel();
+  AllowNextKernel();
+  const uint32_t packed = blockIdx.x / params.num_projections;
+  const uint32_t projection = blockIdx.x % params.num_projections;
+  const PackedRow row = params.rows[packed];
+  if (row.route < 0) return;
+  const DeviceMatrix& matrix = params.segments[row.segment].matrices[params.first_projection + projection];
+  const uint32_t lane = threadIdx.x & 31;
+  float max_magnitude = 0;
+  for (uint32_t first = threadIdx.x / 32 * 128; first < params.stored_channels; first += kRowThreads / 32 * 128) {
+    const uint32_t channel = first + 4 * lane;
+    const uint64_t at = row.token * params.x_stride + channel;
+    float4 v = {};
+    if (channel < params.channels) v.x = LoadValue(params.type, params.x, at);
+    if (channel + 1 < params.channels) v.y = LoadValue(params.type, params.x, at + 1);
+    if (channel + 2 < params.channels) v.z = LoadValue(params.type, params.x, at + 2);
+    if (channel + 3 < params.channels) v.w = LoadValue(params.type, params.x, at + 3);
+    const float4 suh = LoadVector(matrix.suh + channel);
+    v = Hadamard128({v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w});
+    *reinterpret_cast<float4*>(row_values + channel) = v;
+    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
+  }
+  const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
+  StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.split_operands),
+                params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
+                packed, params.scales + factor, params.sums + factor, shared);
+}
+
+struct BoundaryParams {
+  const DeviceSegment* segments = nullptr;
+  const PackedRow* rows = nullptr;
+  ActivationParams activation;
+  bool has_gate = true;
+  bool split_operands = false;
+  uint32_t intermediate = 0;  // of the widest segment: the stride
+  const float* fc1 = nullptr;
+  uint64_t split_stride = 0;
+  uint32_t splits = 1;
+  const float* scales = nullptr;  // [2][num_rows]
+  uint32_t num_rows = 0;
+  uint4* mids = nullptr;
+  uint64_t group_room = 0;
+  float* mid_scales = nullptr;
+  float* mid_sums = nullptr;
+};
+
+// Four channels of a projection's output.
+__device__ __forceinline__ float4 ProjectionOutput(const BoundaryParams& params, const DeviceMatrix& matrix,
+                                                   uint32_t packed, uint32_t projection, uint32_t channel) {
+  const float* at = params.fc1 + (uint64_t{packed} * 2 + projection) * params.intermediate + channel;
+  float4 v = *reinterpret_cast<const float4*>(at);
+  for (uint32_t split = 1; split < params.splits; ++split) {
+    const float4 more = *reinterpret_cast<const float4*>(at + split * params.split_stride);
+    v = {v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w};
+  }
+  v = Hadamard128(v);
+  const float4 svh = LoadVector(matrix.svh + channel);
+  const float scale = params.scales[uint64_t{projection} * params.num_rows + packed];
+  v = {v.x * scale * svh.x, v.y * scale * svh.y, v.z * scale * svh.z, v.w * scale * svh.w};
+  if (matrix.bias != nullptr) {
+    const float4 bias = LoadVector(matrix.bias + channel);
+    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+  }
+  return v;
+}
+
+constexpr uint32_t kBoundaryThreads = 128;
+
+// A block takes one packed row.
+__global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_constant__ BoundaryParams params) {
+  extern __shared__ __align__(16) float row_values[];
+  __shared__ float shared[kBoundaryThreads / 32];
+  const uint32_t packed = blockIdx.x;
+  WaitForPreviousKernel();
+  AllowNextKernel();
+  const PackedRow row = params.rows[packed];
+  if (row.route < 0) return;
+  const DeviceSegment& segment = params.segments[row.segment];
+  const DeviceMatrix& down = segment.matrices[2];
+  const uint32_t lane = threadIdx.x & 31;
+  float max_magnitude = 0;
+  for (uint32_t first = threadIdx.x / 32 * 128; first < down.in_channels; first += kBoundaryThreads / 32 * 128) {
+    const uint32_t channel = first + 4 * lane;
+    float4 gate = {};
+    if (params.has_gate) gate = ProjectionOutput(params, segment.matrices[0], packed, 0, channel);
+    const float4 up = ProjectionOutput(params, segment.matrices[1], packed, 1, channel);
+    const uint32_t valid = segment.valid_intermediate_channels;
+    const float4 suh = LoadVector(down.suh + channel);
+    float4 v = {};
+    if (channel < valid) v.x = Activate(params.activation, gate.x, up.x) * suh.x;
+    if (channel + 1 < valid) v.y = Activate(params.activation, gate.y, up.y) * suh.y;
+    if (channel + 2 < valid) v.z = Activate(params.activation, gate.z, up.z) * suh.z;
+    if (channel + 3 < valid) v.w = Activate(params.activation, gate.w, up.w) * suh.w;
+    v = Hadamard128(v);
+    *reinterpret_cast<float4*>(row_values + channel) = v;
+    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
+  }
+  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.split_operands),
+                params.mids + packed / kGroupRows * params.group_room, packed, params.mid_scales + packed,
+                params.mid_sums + packed, shared);
+}
+
+struct CombineParams {
+  Routes routes;
+  DeviceExperts experts;
+  uint32_t max_segments = 0;
+  const float* slots = nullptr;  // [routes * max_segments][stored]
+  uint32_t stored_channels = 0;
+  uint32_t channels = 0;
+  float output_scale = 1;
+  Value type = Value::kF32;
+  void* y = nullptr;
+  uint64_t y_stride = 0;
+  bool accumulate = false;
+};
+
+constexpr uint32_t kCombineThreads = 128;
+
+// A thread takes four channels of one token.
+__global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant__ CombineParams params) {
+  const uint32_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
+  const uint32_t token = blockIdx.x / blocks;
+  const uint32_t channel = (blockIdx.x % blocks * kCombineThreads + threadIdx.x) * 4;
+  WaitForPreviousKernel();
+  if (channel >= params.channels) return;
+  float4 sum = {};
+  bool reached = false;
+  for (uint32_t j = 0; j < params.routes.top_k; ++j) {
+    const int32_t expert = LocalExpert(params.routes, params.experts.experts, token, j);
+    if (expert < 0) continue;
+    const uint32_t segments = params.experts.first_segment[expert + 1] - params.experts.first_segment[expert];
+    for (uint32_t s = 0; s < segments; ++s) {
+      const uint64_t slot = (uint64_t{token} * params.routes.top_k + j) * params.max_segments + s;
+      const float4 v = *reinterpret_cast<const float4*>(params.slots + slot * params.stored_channels + channel);
+      sum = reached ? float4{sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w} : v;
+      reached = true;
+    }
+  }
+  // A row that no expert reached keeps its bits when outputs are added up.
+  if (!reached && params.accumulate) return;
+  const float values[] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (channel + i >= params.channels) break;
+    StoreValue(params.type, params.y, token * params.y_stride + channel + i, values[i] * params.output_scale,
+               params.accumulate);
+  }
+}
+
+// The first failed launch; later ones are skipped.
+class Chain {
+ public:
+  template <typename Function>
+  void Add(const char* name, Function&& launch) {
+    if (error_ != cudaSuccess) return;
+    error_ = launch();
+    name_ = name;
+  }
+  Result<void> result() const {
+    if (error_ == cudaSuccess) return {};
+    return Error(StatusCode::kDevice, std::string("cuda: launching '") + name_ + "': " + cudaGetErrorString(error_));
+  }
+
+ private:
+  cudaError_t error_ = cudaSuccess;
+  const char* name_ = "";
+};
+
+// One chunk of tokens.
+class MoeChain {
+ public:
+  MoeChain(const MoeLaunch& launch, uint64_t first_token, uint64_t num_tokens)
+      : launch_(launch), config_(launch.config), stream_(static_cast<cudaStream_t>(launch.stream)) {
+    const MoeArgs& args = launch.args;
+    const MoePlanOptions& options = launch.options;
+    const bool wide = options.id_type == IdType::kInt64;
+    routes_ = {.ids = Advance(args.topk_ids, first_token * args.topk_ids_row_stride * (wide ? 8 : 4)),
+               .ids_stride = args.topk_ids_row_stride,
+               .wide_ids = wide,
+               .weights = args.topk_weights + first_token * args.topk_weights_row_stride,
+               .weights_stride = args.topk_weights_row_stride,
+               .expert_map = args.expert_map,
+               .expert_map_size = args.expert_map_size,
+               .num_tokens = static_cast<uint32_t>(num_tokens),
+               .top_k = options.top_k};
+    x_ = Advance(args.x, first_token * args.x_row_stride * DtypeBits(options.input) / 8);
+    y_ = const_cast<void*>(Advance(args.y, first_token * args.y_row_stride * DtypeBits(options.output) / 8));
+    const uint64_t rows = num_tokens * options.top_k * config_.max_segments;
+    row_class_ = ClassOf(rows, config_.num_segments);
+    groups_ = MaxGroups(rows, config_.num_segments);
+    // As many tiles as there can be: in `many` each segment's last tile may be small.
+    const uint64_t touched = std::min<uint64_t>(rows, config_.num_segments);
+    tiles_ = few() ? groups_ : std::min(groups_, groups_ / TileGroups(row_class_) + touched);
+    sums_ = PlanSums(few() ? std::min<uint64_t>(rows, config_.num_segments) : tiles_, projections(), config_.hidden,
+                     config_.intermediate);
+    operand_ = few() ? Operand::kSplit : Operand::kPair;
+  }
+
+  Result<void> Run() {
+    // Nothing to compute still means a defined output.
+    if (groups_ > 0) {
+      chain_.Add("pack", [&] { return Pack(); });
+      chain_.Add("rotate", [&] { return Rotate(); });
+      chain_.Add("sums", [&] { return Sums(); });
+      chain_.Add("boundary", [&] { return LaunchBoundary(); });
+      chain_.Add("finish", [&] { return Finish(); });
+    }
+    chain_.Add("combine", [&] { return LaunchCombine(); });
+    return chain_.result();
+  }
+
+ private:
+  static const void* Advance(const void* data, uint64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
+  template <typename T>
+  T* At(uint64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(launch_.args.workspace) + offset);
+  }
+  bool few() const { return row_class_ == RowClass::kFew; }
+  bool has_gate() const { return ActivationHasGate(launch_.geometry.activation.kind); }
+  uint32_t projections() const { return has_gate() ? 2 : 1; }
+  uint32_t first_projection() const { return has_gate() ? 0 : 1; }
+  uint32_t num_rows() const { return static_cast<uint32_t>(groups_ * kGroupRows); }
+  uint64_t InputRoom() const { return GroupPieces(config_.hidden, operand_); }
+  uint64_t MidRoom() const { return GroupPieces(config_.intermediate, operand_); }
+  uint64_t Fc1Split() const { return uint64_t{num_rows()} * 2 * config_.intermediate; }
+
+  cudaError_t Pack() {
+    const PackParams params = {.routes = routes_,
+                               .experts = launch_.experts,
+                               .max_segments = config_.max_segments,
+                               .tile_groups = TileGroups(row_class_),
+                               .max_groups = static_cast<uint32_t>(groups_),
+                               .num_tiles = At<uint32_t>(config_.counters),
+                               .expert_counts = At<uint32_t>(config_.expert_counts),
+                               .tiles = At<Tile>(config_.tiles),
+                               .rows = At<PackedRow>(config_.rows),
+                               .row_slots = At<uint32_t>(config_.row_slots),
+                               .row_weights = At<float>(config_.row_weights)};
+    // The first kernel follows whatever the caller ran before in the ordinary way.
+    return Launch(PackRoutes, 1, kPackThreads, 0, stream_, false, params);
+  }
+
+  cudaError_t Rotate() {
+    const RotateParams params = {.segments = launch_.experts.segments,
+                                 .rows = At<PackedRow>(config_.rows),
+                                 .type = ValueOf(launch_.options.input),
+                                 .x = x_,
+                                 .x_stride = launch_.args.x_row_stride,
+                                 .channels = launch_.geometry.hidden_channels,
+                                 .stored_channels = config_.hidden,
+                                 .first_projection = first_projection(),
+                                 .num_projections = projections(),
+                                 .split_operands = few(),
+                                 .inputs = At<uint4>(config_.inputs),
+                                 .group_room = InputRoom(),
+                                 .projection_room = groups_ * InputRoom(),
+                                 .scales = At<float>(config_.input_scales),
+                                 .sums = At<float>(config_.input_sums),
+                                 .num_rows = num_rows()};
+    return Launch(RotateInputs, uint64_t{num_rows()} * projections(), kRowThreads, config_.hidden * sizeof(float),
+                  stream_, dependent(), params);
+  }
+
+  cudaError_t Sums() {
+    const GemmParams params = {.segments = launch_.experts.segments,
+                               .tiles = At<Tile>(config_.tiles),
+                               .num_tiles = At<uint32_t>(config_.counters),
+                               .first_projection = first_projection(),
+                               .num_projections = projections(),
+                               .block_channels = sums_.block_channels,
+                               .num_blocks = config_.intermediate / sums_.block_channels,
+                               .num_splits = sums_.splits,
+                               .inputs = At<uint4>(config_.inputs),
+                               .group_room = InputRoom(),
+                               .projection_room = groups_ * InputRoom(),
+                               .input_sums = At<float>(config_.input_sums),
+                               .num_rows = num_rows(),
+                               .out = At<float>(config_.fc1) + first_projection() * config_.intermediate,
+                               .out_row = 2 * config_.intermediate,
+                               .out_projection = config_.intermediate,
+                               .out_split = Fc1Split()};
+    const uint64_t units = tiles_ * projections() * params.num_blocks * params.num_splits;
+    return few() ? LaunchFewRows(params, units, stream_, dependent())
+                 : LaunchManyRows(params, units, stream_, dependent());
+  }
+
+  cudaError_t LaunchBoundary() {
+    const Activation& activation = launch_.geometry.activation;
+    const BoundaryParams params = {.segments = launch_.experts.segments,
+                                   .rows = At<PackedRow>(config_.rows),
+                                   .activation = {activation.kind, static_cast<float>(activation.limit),
+                                                  static_cast<float>(activation.beta),
+                                                  static_cast<float>(activation.linear_beta)},
+                                   .has_gate = has_gate(),
+                                   .split_operands = few(),
+                                   .intermediate = config_.intermediate,
+                                   .fc1 = At<float>(config_.fc1),
+                                   .split_stride = Fc1Split(),
+                                   .splits = sums_.splits,
+                                   // With one projection its scales come first.
+                                   .scales = At<float>(config_.input_scales) - first_projection() * num_rows(),
+                                   .num_rows = num_rows(),
+                                   .mids = At<uint4>(config_.mids),
+                                   .group_room = MidRoom(),
+                                   .mid_scales = At<float>(config_.mid_scales),
+                                   .mid_sums = At<float>(config_.mid_sums)};
+    return Launch(Boundary, num_rows(), kBoundaryThreads, config_.intermediate * sizeof(float), stream_, dependent(),
+                  params);
+  }
+
+  cudaError_t Finish() {
+    const GemmParams params = {.segments = launch_.experts.segments,
+                               .tiles = At<Tile>(config_.tiles),
+                               .num_tiles = At<uint32_t>(config_.counters),
+                               .first_projection = 2,
+                               .num_projections = 1,
+                               .block_channels = kHadamardChannels,
+                               .num_blocks = config_.hidden / kHadamardChannels,
+                               .num_splits = 1,
+                               .inputs = At<uint4>(config_.mids),
+                               .group_room = MidRoom(),
+                               .input_sums = At<float>(config_.mid_sums),
+                               .num_rows = num_rows(),
+                               .out = At<float>(config_.slots),
+                               .out_row = config_.hidden,
+                               .finish = true,
+                               .input_scales = At<float>(config_.mid_scales),
+                               .row_slots = At<uint32_t>(config_.row_slots),
+                               .row_weights = At<float>(config_.row_weights)};
+    const uint64_t units = tiles_ * params.num_blocks;
+    return few() ? LaunchFewRows(params, units, stream_, dependent())
+                 : LaunchManyRows(params, units, stream_, dependent());
+  }
+
+  cudaError_t LaunchCombine() {
+    const CombineParams params = {.routes = routes_,
+                                  .experts = launch_.experts,
+                                  .max_segments = config_.max_segments,
+                                  .slots = At<float>(config_.slots),
+                                  .stored_channels = config_.hidden,
+                                  .channels = launch_.geometry.hidden_channels,
+                                  .output_scale = static_cast<float>(launch_.geometry.output_scale),
+                                  .type = ValueOf(launch_.options.output),
+                                  .y = y_,
+                                  .y_stride = launch_.args.y_row_stride,
+                                  .accumulate = launch_.args.accumulate};
+    const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
+    return Launch(Combine, blocks * routes_.num_tokens, kCombineThreads, 0, stream_, groups_ > 0 && dependent(), params);
+  }
+
+  bool dependent() const { return launch_.limits.compute_capability >= 90; }
+
+  const MoeLaunch& launch_;
+  const MoeConfig& config_;
+  cudaStream_t stream_;
+  Routes routes_;
+  const void* x_ = nullptr;
+  void* y_ = nullptr;
+  RowClass row_class_ = RowClass::kFew;
+  uint64_t groups_ = 0;
+  uint64_t tiles_ = 0;
+  SumsPlan sums_;
+  Operand operand_ = Operand::kSplit;
+  Chain chain_;
+};
+
+}  // namespace
+
+Result<void> LaunchMoe(const MoeLaunch& launch) {
+  for (uint64_t first = 0; first < launch.args.num_tokens; first += launch.config.chunk_tokens) {
+    const uint64_t tokens = std::min(launch.config.chunk_tokens, launch.args.num_tokens - first);
+    Result<void> run = MoeChain(launch, first, tokens).Run();
+    if (!run) return run;
+  }
+  return {};
+}
+
+}  // namespace espalier::cuda
