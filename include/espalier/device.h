@@ -5,6 +5,7 @@
 #ifndef ESPALIER_DEVICE_H_
 #define ESPALIER_DEVICE_H_
 
+#include <espalier/host_buffer.h>
 #include <espalier/status.h>
 
 #include <cstddef>
@@ -56,10 +57,10 @@ std::string CudaVersionText(int version);
 // that can be used, or the build has no CUDA. Makes no context: cheap.
 Result<std::vector<DeviceInfo>> CudaDevices();
 
-// Owned memory, not initialised, of one device. Movable, not copyable. On the host: that of HostBuffer.
+// Owned memory of one device, not initialised. Movable, not copyable.
 class DeviceBuffer {
  public:
-  // Aligned to 256 bytes. Errors: kDevice (no such device, a failed one), kCapacity (it has not that much).
+  // Aligned to 256 bytes. Errors: kDevice (no such device, or it failed), kCapacity (it has not that much).
   static Result<DeviceBuffer> Create(const Device& device, uint64_t size_bytes);
 
   // Memory of the caller's allocator, handed back with release(data) when the buffer dies.
@@ -68,6 +69,7 @@ class DeviceBuffer {
                             std::function<void(std::byte*)> release);
 
   DeviceBuffer() = default;
+  explicit DeviceBuffer(HostBuffer host);
   DeviceBuffer(DeviceBuffer&&) noexcept;
   DeviceBuffer& operator=(DeviceBuffer&&) noexcept;
   ~DeviceBuffer();
@@ -81,7 +83,8 @@ class DeviceBuffer {
   Device device_;
   std::byte* data_ = nullptr;
   uint64_t size_bytes_ = 0;
-  std::function<void(std::byte*)> release_;
+  HostBuffer host_;                          // owns the memory of the host
+  std::function<void(std::byte*)> release_;  // of Adopt; empty: memory of Create
 };
 
 }  // namespace espalier

@@ -22,9 +22,6 @@
 
 namespace espalier::cuda {
 
-// Waits until the bytes are there. Any pair of host and device memory.
-Result<void> Copy(void* to, const void* from, uint64_t size_bytes);
-
 // A new device array with these bytes in it.
 Result<DeviceBuffer> Upload(const Device& device, std::span<const std::byte> bytes);
 
