@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // espalier bench: is a layer right, and how long does it take, as shares of what the machine can do.
+#include <espalier/device.h>
 #include <espalier/experts.h>
 #include <espalier/extent_plan.h>
 
@@ -65,6 +66,7 @@ struct Request {
   std::vector<int> bits;               // of a geometry's experts
   Codebook codebook = Codebook::kMcg;
   std::vector<uint64_t> tokens;
+  Device device;
   std::string executor;
   CpuMode mode = CpuMode::kExact;
   std::optional<size_t> samples;
@@ -130,14 +132,17 @@ Result<std::vector<uint64_t>> ParseTokens(std::string_view text) {
 }
 
 Result<void> ParseExecutor(const BenchOptions& options, Request& request) {
-  if (Result<void> device = CheckDevice(options.device); !device) return device;
+  const Result<Device> device = ParseDevice(options.device);
+  if (!device) return tl::unexpected(device.error());
+  request.device = *device;
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
   const bool is_forced = forced != nullptr && *forced != '\0';
-  if (!is_forced) request.executor = "cpu";  // else the library reads it
+  const std::string usual = device->is_host() ? "cpu" : "cuda";
+  if (!is_forced) request.executor = usual;  // else the library reads it
   if (options.mode.empty()) return {};
   const Result<CpuMode> mode = ParseMode("--mode", options.mode);
   if (!mode) return tl::unexpected(mode.error());
-  const std::string_view effective = is_forced ? forced : "cpu";
+  const std::string_view effective = is_forced ? forced : usual;
   if (effective != "cpu") {
     return Error(StatusCode::kUsage,
                  fmt::format("--mode applies to the cpu executor, the executor is {}", effective));
@@ -179,6 +184,10 @@ Result<Request> ParseRequest(const BenchOptions& options) {
   if (!options.threads.empty()) {
     const Result<int64_t> threads = ParseInteger("--threads", options.threads, 1, kMaxThreads);
     if (!threads) return tl::unexpected(threads.error());
+    if (!request.device.is_host()) {
+      return Error(StatusCode::kUsage,
+                   "--threads is for the host, the device is " + DeviceText(request.device));
+    }
     request.num_threads = static_cast<int>(*threads);
   }
   const Result<uint64_t> seed = ParseSeed("--seed", options.seed);
@@ -202,6 +211,8 @@ Result<void> CheckPlan(const Request& request, const ExpertsTable& table, uint32
   const Result<MoePlan> plan =
       MoePlan::Create(table, {.max_tokens = *std::max_element(request.tokens.begin(), request.tokens.end()),
                               .top_k = top_k,
+                              .input = request.device.is_host() ? Dtype::kF32 : Dtype::kBF16,
+                              .device = request.device,
                               .executor = request.executor,
                               .mode = request.mode,
                               .num_threads = request.num_threads});
@@ -438,10 +449,10 @@ Result<void> Measure(BenchEngine& engine, const Request& request, BenchReport& r
   report.input = engine.input();
   report.has_graphs = engine.has_graphs();
   report.cold_text = engine.cold_text();
-  report.clock_mhz = engine.ClockMhz();
   Result<BenchLimits> limits = engine.MeasureLimits();
   if (!limits) return tl::unexpected(limits.error());
   report.limits = *std::move(limits);
+  report.clock_mhz = engine.ClockMhz();
   for (const uint64_t tokens : request.tokens) {
     progress.SetLabel(fmt::format("{} tokens", tokens));
     progress.Update(report.rows.size(), request.tokens.size());
@@ -458,6 +469,7 @@ Result<void> Measure(BenchEngine& engine, const Request& request, BenchReport& r
     if (!row.gate_passed) continue;
     if (auto timed = TimeRow(engine, report, request.samples, row); !timed) return timed;
   }
+  if (auto updated = engine.UpdateClock(); !updated) return updated;
   report.clock_mhz_after = engine.ClockMhz();
   return {};
 }
@@ -512,7 +524,8 @@ Result<int> Run(const BenchOptions& options, const std::vector<std::string>& arg
                    .mode = request->mode,
                    .num_threads = request->num_threads};
   for (size_t i = 0; i < report.tiers.names.size(); ++i) setup.tier_maps.push_back(report.tiers.MapOf(i));
-  const Result<std::unique_ptr<BenchEngine>> engine = MakeCpuBench(setup);
+  const Result<std::unique_ptr<BenchEngine>> engine =
+      request->device.is_host() ? MakeCpuBench(setup) : MakeCudaBench(setup, request->device);
   if (!engine) return tl::unexpected(engine.error());
   if (auto measured = Measure(**engine, *request, report); !measured) return tl::unexpected(measured.error());
   if (svg) {

@@ -30,7 +30,11 @@ class CpuBench final : public BenchEngine {
 
   std::string executor() const override { return std::string(plan_->backend().name()); }
   BenchMachine machine() const override { return {.device = CpuModel(), .threads = Threads(), .driver = {}}; }
-  std::optional<double> ClockMhz() const override { return CpuClockMhz(); }
+  std::optional<double> ClockMhz() const override { return clock_mhz_; }
+  Result<void> UpdateClock() override {
+    clock_mhz_ = CpuClockMhz();
+    return {};
+  }
   Dtype input() const override { return Dtype::kF32; }
   bool has_graphs() const override { return false; }
   std::string cold_text() const override {
@@ -41,6 +45,7 @@ class CpuBench final : public BenchEngine {
     BenchLimits limits;
     limits.read_gb_s = ReadRate(buffer_.span(), setup_.num_threads, kPasses) * 1e-9;
     limits.matrix_tflop_s = FmaRate(setup_.num_threads, kPasses) * 1e-12;
+    clock_mhz_ = CpuClockMhz();
     limits.read_text = fmt::format("sum over {}, best of {}", BytesText(buffer_.size_bytes()), kPasses);
     limits.matrix_text = fmt::format("fp32 multiply-adds ({}), best of {}", WidestFmaKernel().name, kPasses);
     return limits;
@@ -110,6 +115,7 @@ class CpuBench final : public BenchEngine {
   const BenchSetup setup_;
   HostBuffer buffer_;  // larger than all caches: measured on, and read to make weights cold
   uint64_t cold_sum_ = 0;
+  std::optional<double> clock_mhz_;
   std::optional<MoePlan> plan_;
   HostBuffer workspace_;
   HostBuffer x_;

@@ -5,6 +5,7 @@
 #ifndef ESPALIER_CLI_BENCH_ENGINE_H_
 #define ESPALIER_CLI_BENCH_ENGINE_H_
 
+#include <espalier/device.h>
 #include <espalier/experts.h>
 #include <espalier/moe.h>
 #include <espalier/status.h>
@@ -55,12 +56,14 @@ class BenchEngine {
 
   virtual std::string executor() const = 0;  // that runs; after Prepare
   virtual BenchMachine machine() const = 0;
-  virtual std::optional<double> ClockMhz() const = 0;  // at this moment, where it is known
-  virtual Dtype input() const = 0;                     // of x
+  virtual std::optional<double> ClockMhz()
+      const = 0;                    // as of MeasureLimits or UpdateClock, where it is known
+  virtual Dtype input() const = 0;  // of x
   virtual bool has_graphs() const = 0;
   virtual std::string cold_text() const = 0;  // how weights are kept cold
 
   virtual Result<BenchLimits> MeasureLimits() = 0;
+  virtual Result<void> UpdateClock() = 0;
 
   // Takes a copy of x and makes room for runs of as many rows: what follows is about these.
   virtual Result<void> Prepare(const MoeInput& x) = 0;
@@ -72,6 +75,9 @@ class BenchEngine {
 
 // Error: kCapacity.
 Result<std::unique_ptr<BenchEngine>> MakeCpuBench(const BenchSetup& setup);
+
+// Puts a copy of the experts on the device. Errors: kDevice, kCapacity.
+Result<std::unique_ptr<BenchEngine>> MakeCudaBench(const BenchSetup& setup, const Device& device);
 
 }  // namespace espalier::cli
 

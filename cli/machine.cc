@@ -5,6 +5,7 @@
 #include <charconv>
 #include <filesystem>
 #include <fstream>
+#include <regex>
 #include <set>
 #include <string_view>
 #include <system_error>
@@ -41,6 +42,13 @@ std::string CpuModel() {
     if (model.empty()) model = value;
   });
   return model.empty() ? Architecture() : model;
+}
+
+std::string NvidiaDriverVersion() {
+  const std::string line = FirstLine("/proc/driver/nvidia/version");
+  static const std::regex kVersion(R"( ([0-9]+(\.[0-9]+)+) )");
+  std::smatch match;
+  return std::regex_search(line, match, kVersion) ? match[1].str() : "";
 }
 
 std::optional<double> CpuClockMhz() {

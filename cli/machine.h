@@ -16,6 +16,9 @@ std::string Architecture();  // "x86_64"
 // The kernel's name for the CPU, or the architecture's where it gives none.
 std::string CpuModel();
 
+// Of the kernel module, "580.82.07"; empty where there is none.
+std::string NvidiaDriverVersion();
+
 // Of the fastest core at this moment; empty where the kernel does not tell.
 std::optional<double> CpuClockMhz();
 

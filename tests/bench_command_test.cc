@@ -287,7 +287,9 @@ TEST(BenchCommand, RefusesBeforeLongWork) {
       {{"--max-rel-l2", "nan"}, 2, "--max-rel-l2"},
       {{"--mode", "slow"}, 2, "legal: exact, fast, int8"},
       {{"--device", "tpu"}, 2, "tpu"},
-      {{"--device", "cuda:99"}, 7, "cuda:99"},
+      {{"--device", "cuda:99"}, 7, "cuda"},
+      {{"--device", "cuda", "--threads", "2"}, 2, "--threads"},
+      {{"--device", "cuda", "--mode", "exact"}, 2, "--mode"},
       {{"--svg", "/nowhere/at/all.svg"}, 3, "/nowhere/at/all.svg"},
       {{"--svg", ""}, 2, "--svg"},
   };

@@ -2,6 +2,7 @@
 //
 // What a build without CUDA answers in place of the other sources of this folder.
 #include "cuda/device_runtime.h"
+#include "cuda/probes.h"
 #include "moe/device_memory.h"
 
 namespace espalier {
@@ -43,6 +44,11 @@ Result<Timer> Timer::Create(const Device&) { return NoCuda(); }
 Result<void> Timer::Start(const Stream&) const { return NoCuda(); }
 Result<void> Timer::Stop(const Stream&) const { return NoCuda(); }
 Result<double> Timer::Microseconds() const { return NoCuda(); }
+
+Result<void> EnqueueReadProbe(const void*, uint64_t, const DeviceLimits&, ProbeResult*, void*) {
+  return NoCuda();
+}
+Result<uint64_t> EnqueueMatrixProbe(uint64_t, const DeviceLimits&, ProbeResult*, void*) { return NoCuda(); }
 
 }  // namespace cuda
 }  // namespace espalier

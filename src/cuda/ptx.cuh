@@ -56,6 +56,13 @@ __device__ __forceinline__ uint32_t LoadStream32(const uint32_t* p) {
   return v;
 }
 
+// The wall clock of the device; how fine it is depends on the driver (32 ns to 1 us).
+__device__ __forceinline__ uint64_t GlobalNanoseconds() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
 // Programmatic dependent launch: wait for the kernels before this one and see what they wrote; let the next
 // one start its prologue. Nothing below sm_90, where launches follow each other anyway.
 __device__ __forceinline__ void WaitForPreviousKernel() {
