@@ -50,9 +50,6 @@ CLI::App* AddCommand(CLI::App& app, Invocation& invocation, const std::string& n
 Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int64_t minimum,
                              int64_t maximum);
 
-// "cpu" passes. Errors: kDevice for "cuda" and "cuda:i" in a build without CUDA, kUsage otherwise.
-Result<void> CheckDevice(std::string_view device);
-
 // An output must not replace what it is made from. `inputs` that do not exist are passed over. Error: kUsage.
 Result<void> CheckOutputPath(std::string_view option, const std::string& output,
                              std::span<const std::filesystem::path> inputs);
