@@ -25,6 +25,7 @@
 #include "bench_package.h"
 #include "bench_report.h"
 #include "command.h"
+#include "device_run.h"
 #include "gates.h"
 #include "geometry.h"
 #include "moe_run.h"
@@ -132,7 +133,7 @@ Result<std::vector<uint64_t>> ParseTokens(std::string_view text) {
 }
 
 Result<void> ParseExecutor(const BenchOptions& options, Request& request) {
-  const Result<Device> device = ParseDevice(options.device);
+  const Result<Device> device = FindDevice("--device", options.device);
   if (!device) return tl::unexpected(device.error());
   request.device = *device;
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");

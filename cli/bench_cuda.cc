@@ -102,10 +102,7 @@ Result<std::unique_ptr<BenchEngine>> CudaBench::Create(const BenchSetup& setup, 
   const auto info = std::find_if(devices->begin(), devices->end(), [&device](const DeviceInfo& candidate) {
     return candidate.index == device.index;
   });
-  if (info == devices->end()) {
-    return Error(StatusCode::kDevice, fmt::format("--device {}: found {} GPUs; legal: cuda:0 to cuda:{}",
-                                                  DeviceText(device), devices->size(), devices->size() - 1));
-  }
+  if (info == devices->end()) return Error(StatusCode::kDevice, DeviceText(device) + " is not there");
   const Result<cuda::DeviceLimits> limits = cuda::LimitsOf(device);
   if (!limits) return tl::unexpected(limits.error());
   Result<PreparedExperts> experts = ToDevice(setup.experts, device);

@@ -54,17 +54,6 @@ Result<uint64_t> ParseSeed(std::string_view option, std::string_view text) {
   return seed;
 }
 
-Result<void> CheckDevice(std::string_view device) {
-  if (device == "cpu") return {};
-  const std::string_view index = device.starts_with("cuda:") ? device.substr(5) : std::string_view();
-  const bool indexed = !index.empty() && index.size() <= 4 &&
-                       std::all_of(index.begin(), index.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (device == "cuda" || indexed) {
-    return Error(StatusCode::kDevice, fmt::format("--device {}: this build has no CUDA; legal: cpu", device));
-  }
-  return Error(StatusCode::kUsage, fmt::format("--device '{}': legal: cpu, cuda, cuda:INDEX", device));
-}
-
 Result<void> CheckOutputPath(std::string_view option, const std::string& output,
                              std::span<const std::filesystem::path> inputs) {
   for (const std::filesystem::path& input : inputs) {

@@ -60,9 +60,6 @@ Result<CpuMode> ParseMode(std::string_view option, std::string_view text);
 // Error: kUsage.
 Result<uint64_t> ParseSeed(std::string_view option, std::string_view text);
 
-// "cpu" passes. Errors: kDevice for "cuda" and "cuda:i" in a build without CUDA, kUsage otherwise.
-Result<void> CheckDevice(std::string_view device);
-
 // An output must not replace what it is made from. `inputs` that do not exist are passed over. Error: kUsage.
 Result<void> CheckOutputPath(std::string_view option, const std::string& output,
                              std::span<const std::filesystem::path> inputs);

@@ -16,6 +16,7 @@
 #include "base/half.h"
 #include "base/sha256.h"
 #include "checkpoint/safetensors.h"
+#include "device_run.h"
 #include "random.h"
 
 namespace espalier::cli {
@@ -182,6 +183,30 @@ struct RunTarget {
   std::optional<RankPlan> place;  // of this process
 };
 
+// Runs `args`, whose arrays are on the host, where the plan's package is. Gives the seconds of the run.
+Result<double> RunWhereItIs(const MoePlan& plan, const PreparedExperts& experts, MoeArgs args) {
+  const auto seconds_since = [](std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  if (plan.options().device.is_host()) {
+    Result<HostBuffer> workspace = HostBuffer::Create(plan.workspace_bytes());
+    if (!workspace) return tl::unexpected(workspace.error());
+    args.workspace = workspace->data();
+    args.workspace_bytes = workspace->size_bytes();
+    const auto start = std::chrono::steady_clock::now();
+    if (auto run = RunMoe(plan, experts, args); !run) return tl::unexpected(run.error());
+    return seconds_since(start);
+  }
+  const Result<DeviceMoeCall> call = DeviceMoeCall::Create(plan, args);
+  if (!call) return tl::unexpected(call.error());
+  const auto start = std::chrono::steady_clock::now();
+  if (auto run = call->Run(plan, experts); !run) return tl::unexpected(run.error());
+  if (auto done = call->stream().Synchronize(); !done) return tl::unexpected(done.error());
+  const double seconds = seconds_since(start);
+  if (auto copied = call->Finish(args.y); !copied) return tl::unexpected(copied.error());
+  return seconds;
+}
+
 // One run into result.y, which is large enough. Sets the executor, adds the time.
 Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                      CpuMode mode, const RunTarget& target, MoeOutput& result) {
@@ -191,14 +216,13 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   options.id_type = input.id_type;
   options.input = input.dtype;
   options.output = target.output;
-  options.checked_ids = true;
+  options.device = experts.device();
+  options.checked_ids = options.device.is_host();  // for a GPU, before they go there
   options.executor = executor;
   options.mode = mode;
   options.place = target.place;
   const Result<MoePlan> plan = MoePlan::Create(experts, options);
   if (!plan) return tl::unexpected(plan.error());
-  Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
-  if (!workspace) return tl::unexpected(workspace.error());
   const uint64_t hidden = experts.geometry().hidden_channels;
 
   MoeArgs args;
@@ -214,12 +238,9 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   args.y = result.y.data();
   args.y_row_stride = hidden;
   args.accumulate = target.accumulate;
-  args.workspace = workspace->data();
-  args.workspace_bytes = workspace->size_bytes();
-  const auto start = std::chrono::steady_clock::now();
-  if (Result<void> run = RunMoe(*plan, experts, args); !run) return tl::unexpected(run.error());
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  result.seconds += elapsed.count();
+  const Result<double> seconds = RunWhereItIs(*plan, experts, args);
+  if (!seconds) return tl::unexpected(seconds.error());
+  result.seconds += *seconds;
   result.executor = std::string(plan->backend().name());
   return {};
 }

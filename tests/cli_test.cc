@@ -308,11 +308,30 @@ TEST(CliRefusals, FilesAndFeatures) {
       {{"run", kFixtures + "/v1-k3", "--layer", "1", "--tp", "25"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tp", "1", "--rank", "1"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tokens", "1048577"}, 6, "geometry"},
+      {{"run", kQwen, "--layer", "1", "--device", "cuda:999"}, 7, "device"},
+      {{"verify", kQwen, "--device", "cuda:999"}, 7, "device"},
+  });
+}
+
+TEST(CliRefusals, NoGpu) {
+  if (CudaDevices()) GTEST_SKIP() << "there is a GPU here";
+  ExpectRefusals({
       {{"run", kQwen, "--layer", "1", "--device", "cuda"}, 7, "device"},
       {{"run", kQwen, "--layer", "1", "--device", "cuda:3"}, 7, "device"},
       {{"run", kQwen, "--layer", "1", "--executor", "cuda"}, 7, "device"},
       {{"verify", kQwen, "--device", "cuda"}, 7, "device"},
   });
+}
+
+TEST(CliRefusals, AnExecutorOnTheWrongDevice) {
+  ExpectRefusals({
+      {{"run", kQwen, "--layer", "1", "--device", "cpu", "--executor", "cuda"}, 2, "usage"},
+  });
+  SubprocessOptions options;
+  options.environment = {{"ESPALIER_FORCE_BACKEND", "cuda"}};
+  const JsonResult forced = EspalierJson({"run", kQwen, "--layer", "1", "--device", "cpu"}, options);
+  EXPECT_EQ(forced.exit_code, 2);
+  EXPECT_THAT(forced.standard_error, HasSubstr("the executor is cuda, which runs on a GPU"));
 }
 
 TEST(CliRefusals, ATpErrorNamesTheLegalSizes) {
@@ -467,7 +486,10 @@ TEST(CliDoctor, Json) {
   const Json& backends = result.document.at("backends");
   ASSERT_GE(backends.size(), 2u);
   EXPECT_EQ(backends.back().at("name"), "reference");
-  EXPECT_TRUE(backends[0].at("chosen").get<bool>());
+  for (const Json& backend : backends)
+    EXPECT_EQ(backend.at("chosen").get<bool>(), backend.at("name") == "cpu") << backend;
+  EXPECT_TRUE(result.document.at("cuda_devices").is_array());
+  EXPECT_EQ(result.document.at("cuda_devices").empty(), !CudaDevices());
 }
 
 TEST(CliDoctor, AForcedExecutorIsChosen) {
