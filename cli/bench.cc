@@ -133,7 +133,7 @@ Result<std::vector<uint64_t>> ParseTokens(std::string_view text) {
 }
 
 Result<void> ParseExecutor(const BenchOptions& options, Request& request) {
-  const Result<Device> device = FindDevice("--device", options.device);
+  const Result<Device> device = ParseDevice(options.device);
   if (!device) return tl::unexpected(device.error());
   request.device = *device;
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
@@ -194,6 +194,8 @@ Result<Request> ParseRequest(const BenchOptions& options) {
   const Result<uint64_t> seed = ParseSeed("--seed", options.seed);
   if (!seed) return tl::unexpected(seed.error());
   request.seed = *seed;
+  // Is it there? After all that can be said without it.
+  if (auto found = FindDevice("--device", options.device); !found) return tl::unexpected(found.error());
   return request;
 }
 
