@@ -4,12 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "bench_engine.h"
+#include "cuda/cold_timer.h"
 #include "cuda/device_runtime.h"
-#include "cuda/probes.h"
 #include "machine.h"
 #include "moe/device_memory.h"
 #include "output.h"
@@ -19,12 +18,7 @@ namespace {
 
 constexpr int kPasses = 5;
 constexpr uint64_t kReadBytes = uint64_t{2} << 30;
-// Reading that many times the second-level cache leaves nothing of what was there. It also takes longer than
-// putting a run on the stream, so that no sample waits for the host.
-constexpr uint64_t kColdFactor = 8;
-constexpr uint64_t kMinColdBytes = uint64_t{256} << 20;
-constexpr uint64_t kMatrixRounds = 20'000;  // some milliseconds
-constexpr std::byte kPoison{0xFF};          // NaN as a float
+constexpr std::byte kPoison{0xFF};  // NaN as a float
 
 // Memory and work of one device. Samples are [cold read, inputs to their place, start, run, stop] on one
 // stream: ids, weights and x are as warm as a router leaves them, the expert weights are cold.
@@ -34,41 +28,32 @@ class CudaBench final : public BenchEngine {
 
   std::string executor() const override { return std::string(plan_->backend().name()); }
   BenchMachine machine() const override {
-    return {.device = info_.name, .threads = std::nullopt, .driver = DriverText()};
+    return {.device = timer_.info().name, .threads = std::nullopt, .driver = DriverText()};
   }
-  std::optional<double> ClockMhz() const override { return clock_mhz_; }
+  std::optional<double> ClockMhz() const override { return timer_.clock_mhz(); }
   Dtype input() const override { return Dtype::kBF16; }
   bool has_graphs() const override { return true; }
   std::string cold_text() const override {
-    return fmt::format("{} are read before every sample", BytesText(cold_.size_bytes()));
+    return fmt::format("{} are read before every sample", BytesText(timer_.cold_bytes()));
   }
 
   Result<BenchLimits> MeasureLimits() override;
   Result<void> UpdateClock() override {
-    return MeasureMatrix().map([](double) {});
+    return timer_.MatrixRate(kPasses).map([](double) {});
   }
   Result<void> Prepare(const MoeInput& x) override;
   Result<std::vector<float>> Run(const MoeInput& routes, BenchForm form) override;
   Result<double> Time(const MoeInput& routes, BenchForm form) override;
 
  private:
-  CudaBench(const BenchSetup& setup, const Device& device, PreparedExperts experts, cuda::Stream stream,
-            cuda::Timer timer)
-      : setup_(setup),
-        device_(device),
-        experts_(std::move(experts)),
-        stream_(std::move(stream)),
-        timer_(std::move(timer)) {}
+  CudaBench(const BenchSetup& setup, const Device& device, PreparedExperts experts, cuda::ColdTimer timer)
+      : setup_(setup), device_(device), experts_(std::move(experts)), timer_(std::move(timer)) {}
 
   std::string DriverText() const {
     const std::string version = NvidiaDriverVersion();
-    const std::string cuda = "CUDA " + CudaVersionText(info_.driver_version);
+    const std::string cuda = "CUDA " + CudaVersionText(timer_.info().driver_version);
     return version.empty() ? cuda : fmt::format("{} ({})", version, cuda);
   }
-
-  cuda::ProbeResult* probe_result() { return reinterpret_cast<cuda::ProbeResult*>(probe_.data()); }
-  Result<double> MeasureRead(const DeviceBuffer& buffer);  // bytes a second
-  Result<double> MeasureMatrix();                          // operations a second; sets the clock
 
   Result<void> Stage(const MoeInput& routes);
   Result<void> PlaceInputs() const;
@@ -78,14 +63,8 @@ class CudaBench final : public BenchEngine {
   const BenchSetup setup_;
   const Device device_;
   const PreparedExperts experts_;
-  const cuda::Stream stream_;
-  const cuda::Timer timer_;
-  DeviceInfo info_;
-  cuda::DeviceLimits limits_;
-  DeviceBuffer cold_;
-  DeviceBuffer probe_;
+  cuda::ColdTimer timer_;
   std::vector<DeviceBuffer> tier_maps_;
-  std::optional<double> clock_mhz_;
 
   // Of the number of tokens prepared. Graphs go first: they point into the rest.
   std::optional<MoePlan> plan_;
@@ -97,96 +76,29 @@ class CudaBench final : public BenchEngine {
 };
 
 Result<std::unique_ptr<BenchEngine>> CudaBench::Create(const BenchSetup& setup, const Device& device) {
-  const Result<std::vector<DeviceInfo>> devices = CudaDevices();
-  if (!devices) return tl::unexpected(devices.error());
-  const auto info = std::find_if(devices->begin(), devices->end(), [&device](const DeviceInfo& candidate) {
-    return candidate.index == device.index;
-  });
-  if (info == devices->end()) return Error(StatusCode::kDevice, DeviceText(device) + " is not there");
-  const Result<cuda::DeviceLimits> limits = cuda::LimitsOf(device);
-  if (!limits) return tl::unexpected(limits.error());
+  Result<cuda::ColdTimer> timer = cuda::ColdTimer::Create(device);
+  if (!timer) return tl::unexpected(timer.error());
   Result<PreparedExperts> experts = ToDevice(setup.experts, device);
   if (!experts) return tl::unexpected(experts.error());
-  Result<cuda::Stream> stream = cuda::Stream::Create(device);
-  if (!stream) return tl::unexpected(stream.error());
-  Result<cuda::Timer> timer = cuda::Timer::Create(device);
-  if (!timer) return tl::unexpected(timer.error());
-  Result<DeviceBuffer> cold =
-      DeviceBuffer::Create(device, std::max(kMinColdBytes, kColdFactor * info->l2_bytes));
-  if (!cold) return tl::unexpected(cold.error());
-  Result<DeviceBuffer> probe = DeviceBuffer::Create(device, sizeof(cuda::ProbeResult));
-  if (!probe) return tl::unexpected(probe.error());
-  std::unique_ptr<CudaBench> bench(
-      new CudaBench(setup, device, *std::move(experts), *std::move(stream), *std::move(timer)));
-  bench->info_ = *info;
-  bench->limits_ = *limits;
-  bench->cold_ = *std::move(cold);
-  bench->probe_ = *std::move(probe);
+  std::unique_ptr<CudaBench> bench(new CudaBench(setup, device, *std::move(experts), *std::move(timer)));
   for (const std::vector<int32_t>& map : setup.tier_maps) {
     Result<DeviceBuffer> uploaded = cuda::Upload(device, std::as_bytes(std::span(map)));
     if (!uploaded) return tl::unexpected(uploaded.error());
     bench->tier_maps_.push_back(*std::move(uploaded));
   }
-  // Memory that was never written need not be there at all.
-  if (auto filled = bench->stream_.Fill(bench->cold_.data(), std::byte{1}, bench->cold_.size_bytes());
-      !filled)
-    return tl::unexpected(filled.error());
-  if (auto done = bench->stream_.Synchronize(); !done) return tl::unexpected(done.error());
   return bench;
 }
 
-Result<double> CudaBench::MeasureRead(const DeviceBuffer& buffer) {
-  double fastest = 0;
-  for (int pass = 0; pass < kPasses + 1; ++pass) {  // the first one loads the kernel
-    if (auto started = timer_.Start(stream_); !started) return tl::unexpected(started.error());
-    if (auto read = cuda::EnqueueReadProbe(buffer.data(), buffer.size_bytes(), limits_, probe_result(),
-                                           stream_.get());
-        !read)
-      return tl::unexpected(read.error());
-    if (auto stopped = timer_.Stop(stream_); !stopped) return tl::unexpected(stopped.error());
-    const Result<double> us = timer_.Microseconds();
-    if (!us) return tl::unexpected(us.error());
-    if (pass > 0) fastest = std::max(fastest, static_cast<double>(buffer.size_bytes()) / *us * 1e6);
-  }
-  return fastest;
-}
-
-Result<double> CudaBench::MeasureMatrix() {
-  double fastest = 0;
-  for (int pass = 0; pass < kPasses + 1; ++pass) {
-    if (auto started = timer_.Start(stream_); !started) return tl::unexpected(started.error());
-    const Result<uint64_t> flops =
-        cuda::EnqueueMatrixProbe(kMatrixRounds, limits_, probe_result(), stream_.get());
-    if (!flops) return tl::unexpected(flops.error());
-    if (auto stopped = timer_.Stop(stream_); !stopped) return tl::unexpected(stopped.error());
-    const Result<double> us = timer_.Microseconds();
-    if (!us) return tl::unexpected(us.error());
-    if (pass > 0) fastest = std::max(fastest, static_cast<double>(*flops) / *us * 1e6);
-  }
-  cuda::ProbeResult result = {};
-  if (auto read = cuda::Download(probe_, std::as_writable_bytes(std::span(&result, 1))); !read)
-    return tl::unexpected(read.error());
-  if (result.nanoseconds > 0) {
-    clock_mhz_ =
-        std::round(1e3 * static_cast<double>(result.clock_ticks) / static_cast<double>(result.nanoseconds));
-  }
-  return fastest;
-}
-
 Result<BenchLimits> CudaBench::MeasureLimits() {
-  Result<DeviceBuffer> buffer =
-      DeviceBuffer::Create(device_, std::min(kReadBytes, info_.memory_bytes / 16 / 256 * 256));
-  if (!buffer) return tl::unexpected(buffer.error());
-  if (auto filled = stream_.Fill(buffer->data(), std::byte{1}, buffer->size_bytes()); !filled)
-    return tl::unexpected(filled.error());
-  const Result<double> read = MeasureRead(*buffer);
+  const uint64_t read_bytes = std::min(kReadBytes, timer_.info().memory_bytes / 16 / 256 * 256);
+  const Result<double> read = timer_.ReadRate(read_bytes, kPasses);
   if (!read) return tl::unexpected(read.error());
-  const Result<double> matrix = MeasureMatrix();
+  const Result<double> matrix = timer_.MatrixRate(kPasses);
   if (!matrix) return tl::unexpected(matrix.error());
   BenchLimits limits;
   limits.read_gb_s = *read * 1e-9;
   limits.matrix_tflop_s = *matrix * 1e-12;
-  limits.read_text = fmt::format("{} read by a kernel, best of {}", BytesText(buffer->size_bytes()), kPasses);
+  limits.read_text = fmt::format("{} read by a kernel, best of {}", BytesText(read_bytes), kPasses);
   limits.matrix_text = fmt::format("mma.m16n8k16, fp16 into fp32, best of {}", kPasses);
   return limits;
 }
@@ -237,7 +149,8 @@ Result<void> CudaBench::PlaceInputs() const {
   const std::pair<const DeviceBuffer&, const DeviceBuffer&> arrays[] = {
       {x_, staged_x_}, {ids_, staged_ids_}, {weights_, staged_weights_}};
   for (const auto& [to, from] : arrays) {
-    if (auto copied = stream_.CopyAsync(const_cast<std::byte*>(to.data()), from.data(), to.size_bytes());
+    if (auto copied =
+            timer_.stream().CopyAsync(const_cast<std::byte*>(to.data()), from.data(), to.size_bytes());
         !copied)
       return copied;
   }
@@ -257,7 +170,7 @@ Result<void> CudaBench::Enqueue(BenchForm form) const {
                   .y_row_stride = hidden,
                   .workspace = const_cast<std::byte*>(workspace_.data()),
                   .workspace_bytes = workspace_.size_bytes(),
-                  .stream = stream_.get()};
+                  .stream = timer_.stream().get()};
   if (form != BenchForm::kSerial) return RunMoe(*plan_, experts_, args);
   for (const DeviceBuffer& map : tier_maps_) {
     args.expert_map = reinterpret_cast<const int32_t*>(map.data());
@@ -270,24 +183,24 @@ Result<void> CudaBench::Enqueue(BenchForm form) const {
 
 Result<void> CudaBench::Launch(BenchForm form) const {
   if (form == BenchForm::kEager) return Enqueue(form);
-  return (form == BenchForm::kSerial ? serial_ : together_)->Launch(stream_);
+  return (form == BenchForm::kSerial ? serial_ : together_)->Launch(timer_.stream());
 }
 
 Result<std::vector<float>> CudaBench::Run(const MoeInput& routes, BenchForm form) {
   std::optional<cuda::Graph>& graph = form == BenchForm::kSerial ? serial_ : together_;
   if (form != BenchForm::kEager && !graph) {
-    Result<cuda::Graph> captured = cuda::Graph::Capture(stream_, [&] { return Enqueue(form); });
+    Result<cuda::Graph> captured = cuda::Graph::Capture(timer_.stream(), [&] { return Enqueue(form); });
     if (!captured) return tl::unexpected(captured.error());
     graph.emplace(*std::move(captured));
   }
   if (auto staged = Stage(routes); !staged) return tl::unexpected(staged.error());
   if (auto placed = PlaceInputs(); !placed) return tl::unexpected(placed.error());
-  if (auto filled = stream_.Fill(y_.data(), kPoison, y_.size_bytes()); !filled)
+  if (auto filled = timer_.stream().Fill(y_.data(), kPoison, y_.size_bytes()); !filled)
     return tl::unexpected(filled.error());
-  if (auto filled = stream_.Fill(workspace_.data(), kPoison, workspace_.size_bytes()); !filled)
+  if (auto filled = timer_.stream().Fill(workspace_.data(), kPoison, workspace_.size_bytes()); !filled)
     return tl::unexpected(filled.error());
   if (auto launched = Launch(form); !launched) return tl::unexpected(launched.error());
-  if (auto done = stream_.Synchronize(); !done) return tl::unexpected(done.error());
+  if (auto done = timer_.stream().Synchronize(); !done) return tl::unexpected(done.error());
   std::vector<float> y(y_.size_bytes() / sizeof(float));
   if (auto read = cuda::Download(y_, std::as_writable_bytes(std::span(y))); !read)
     return tl::unexpected(read.error());
@@ -296,15 +209,7 @@ Result<std::vector<float>> CudaBench::Run(const MoeInput& routes, BenchForm form
 
 Result<double> CudaBench::Time(const MoeInput& routes, BenchForm form) {
   if (auto staged = Stage(routes); !staged) return tl::unexpected(staged.error());
-  if (auto cold =
-          cuda::EnqueueReadProbe(cold_.data(), cold_.size_bytes(), limits_, probe_result(), stream_.get());
-      !cold)
-    return tl::unexpected(cold.error());
-  if (auto placed = PlaceInputs(); !placed) return tl::unexpected(placed.error());
-  if (auto started = timer_.Start(stream_); !started) return tl::unexpected(started.error());
-  if (auto launched = Launch(form); !launched) return tl::unexpected(launched.error());
-  if (auto stopped = timer_.Stop(stream_); !stopped) return tl::unexpected(stopped.error());
-  return timer_.Microseconds();
+  return timer_.Time([this] { return PlaceInputs(); }, [this, form] { return Launch(form); });
 }
 
 }  // namespace
