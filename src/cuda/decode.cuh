@@ -75,11 +75,13 @@ __device__ __forceinline__ uint32_t QuadState(const QuadWords<kBits>& quad, uint
   return low(__funnelshift_l(quad.w[word], before, rest));
 }
 
-// 3inst and mcg: a word whose two fp16 halves add up to the value.
+inline constexpr uint32_t kFoldFlips = 0x3B603B60u;
+
+// 3inst and mcg: a word whose two fp16 halves add up to the value. `flips`: kFoldFlips in a register.
 template <Codebook kCodebook>
-__device__ __forceinline__ uint32_t FoldedHalves(uint32_t state) {
+__device__ __forceinline__ uint32_t FoldedHalves(uint32_t state, uint32_t flips) {
   const uint32_t product = kCodebook == Codebook::kMcg ? state * 0xCBAC1FEDu : state * 89226354u + 64248484u;
-  return (product & 0x8FFF8FFFu) ^ 0x3B603B60u;
+  return MaskAndFlip(product, 0x8FFF8FFFu, flips);
 }
 
 // The word that lies before the lane's own: the last one of the row quad before, cyclic over the tile.
@@ -100,8 +102,8 @@ inline constexpr float kMul1Offset = -1329.0f / 128.0f;   // 0xC931
 
 // kPair: A operand of step s (0..3): weights of input channels 2s, 2s + 1, 2s + 8, 2s + 9.
 template <int kBits, Codebook kCodebook>
-__device__ __forceinline__ void PairOperand(const QuadWords<kBits>& quad, uint32_t previous, int s,
-                                            uint32_t (&a)[4]) {
+__device__ __forceinline__ void PairOperand(const QuadWords<kBits>& quad, uint32_t previous, uint32_t flips,
+                                            int s, uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     // Operand order: (g, low channels), (g + 8, low), (g, high), (g + 8, high).
@@ -112,8 +114,8 @@ __device__ __forceinline__ void PairOperand(const QuadWords<kBits>& quad, uint32
       const uint32_t sum = AddBytes(first * 0x83DCD12Du, 0x64006400u);
       a[i] = AddBytes(second * 0x83DCD12Du, 0) * 65536u + sum;
     } else {
-      const uint32_t x = FoldedHalves<kCodebook>(first);
-      const uint32_t y = FoldedHalves<kCodebook>(second);
+      const uint32_t x = FoldedHalves<kCodebook>(first, flips);
+      const uint32_t y = FoldedHalves<kCodebook>(second, flips);
       const uint32_t low = __byte_perm(x, y, 0x5410);
       const uint32_t high = __byte_perm(x, y, 0x7632);
       asm("add.rn.f16x2 %0, %1, %2;" : "=r"(a[i]) : "r"(low), "r"(high));
@@ -123,13 +125,13 @@ __device__ __forceinline__ void PairOperand(const QuadWords<kBits>& quad, uint32
 
 // kSplit: the two A operands of step s: input channels 2s, 2s + 1 and 2s + 8, 2s + 9.
 template <int kBits, Codebook kCodebook>
-__device__ __forceinline__ void SplitOperands(const QuadWords<kBits>& quad, uint32_t previous, int s,
-                                              uint32_t (&low)[4], uint32_t (&high)[4]) {
+__device__ __forceinline__ void SplitOperands(const QuadWords<kBits>& quad, uint32_t previous, uint32_t flips,
+                                              int s, uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int j = 8 * s + (i & 1) * 4 + (i >> 1);
-    low[i] = FoldedHalves<kCodebook>(QuadState<kBits>(quad, previous, j));
-    high[i] = FoldedHalves<kCodebook>(QuadState<kBits>(quad, previous, j + 2));
+    low[i] = FoldedHalves<kCodebook>(QuadState<kBits>(quad, previous, j), flips);
+    high[i] = FoldedHalves<kCodebook>(QuadState<kBits>(quad, previous, j + 2), flips);
   }
 }
 

@@ -12,17 +12,19 @@
 
 #include <cstdint>
 
+#include "cuda/boundary.cuh"
 #include "cuda/decode.cuh"
 #include "cuda/device_table.h"
 #include "cuda/operand.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/rotate.cuh"
+#include "cuda/routes.cuh"
+#include "cuda/values.cuh"
 
 namespace espalier::cuda {
 
 inline constexpr uint32_t kWarps = 8;
 inline constexpr uint32_t kGemmThreads = 32 * kWarps;
-inline constexpr uint32_t kGroupRows = 8;
 
 // One warp's part of a unit.
 struct WarpWork {
@@ -38,38 +40,35 @@ struct WarpWork {
 template <int kBits>
 inline constexpr int kAhead = kBits <= 4 ? 3 : 2;
 
+// Activations of one quad: [pieces][groups].
+template <Operand kOperand, int T>
+struct QuadInputs {
+  uint4 b[kPieces<kOperand>][T];
+};
+
+// The sums of one quad. Each piece of the inputs is asked for again, for the next quad at `next`, as soon as it
+// has been used: a whole step hides the way to the second-level cache.
 template <int kBits, Codebook kCodebook, Operand kOperand, int T>
-__device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, const uint4* inputs,
-                                             uint64_t group_pieces, float (&sums)[T][4]) {
+__device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadInputs<kOperand, T>& inputs,
+                                             const uint4* next, uint64_t group_pieces, uint32_t flips,
+                                             float (&sums)[T][4]) {
   const uint32_t previous = PreviousWord(quad.w[kBits - 1]);
-  if constexpr (kOperand == Operand::kSplit) {
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      uint4 b[T];
-#pragma unroll
-      for (int t = 0; t < T; ++t) b[t] = inputs[t * group_pieces + s * 32];
-      uint32_t low[4], high[4];
-      SplitOperands<kBits, kCodebook>(quad, previous, s, low, high);
-#pragma unroll
-      for (int t = 0; t < T; ++t) {
-        Mma16816(sums[t], low, b[t].x, b[t].y);
-        Mma16816(sums[t], high, b[t].z, b[t].w);
-      }
+  for (int piece = 0; piece < static_cast<int>(kPieces<kOperand>); ++piece) {
+    uint4(&b)[T] = inputs.b[piece];
+    uint32_t first[4], second[4];
+    if constexpr (kOperand == Operand::kSplit) {
+      SplitOperands<kBits, kCodebook>(quad, previous, flips, piece, first, second);
+    } else {
+      PairOperand<kBits, kCodebook>(quad, previous, flips, 2 * piece, first);
+      PairOperand<kBits, kCodebook>(quad, previous, flips, 2 * piece + 1, second);
     }
-  } else {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint4 b[T];
+    for (int t = 0; t < T; ++t) Mma16816(sums[t], first, b[t].x, b[t].y);
 #pragma unroll
-      for (int t = 0; t < T; ++t) b[t] = inputs[t * group_pieces + h * 32];
+    for (int t = 0; t < T; ++t) Mma16816(sums[t], second, b[t].z, b[t].w);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        uint32_t a[4];
-        PairOperand<kBits, kCodebook>(quad, previous, 2 * h + s, a);
-#pragma unroll
-        for (int t = 0; t < T; ++t) Mma16816(sums[t], a, s == 0 ? b[t].x : b[t].z, s == 0 ? b[t].y : b[t].w);
-      }
-    }
+    for (int t = 0; t < T; ++t) b[t] = LoadInputs(next + t * group_pieces + piece * 32);
   }
 }
 
@@ -86,32 +85,30 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t firs
   }
   // Not before the codes are on their way: they do not depend on the kernel that writes the inputs.
   WaitForPreviousKernel();
-  const uint4* inputs = work.inputs + uint64_t{first_quad} * kInputStep;
+  const uint32_t flips = OpaqueConstant(kFoldFlips);
+  const uint4* next = work.inputs + uint64_t{first_quad} * kInputStep;
+  QuadInputs<kOperand, T> inputs;
+#pragma unroll
+  for (int piece = 0; piece < static_cast<int>(kPieces<kOperand>); ++piece) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) inputs.b[piece][t] = LoadInputs(next + t * work.group_pieces + piece * 32);
+  }
   for (uint32_t first = 0; first < work.quads; first += kSteps) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (first + i >= work.quads) break;
-      MultiplyQuad<kBits, kCodebook, kOperand, T>(ahead[i], inputs, work.group_pieces, sums);
+      // The last step asks for its own inputs again: no branch, and nothing outside the row is touched.
+      if (first + i + 1 < work.quads) next += kInputStep;
+      MultiplyQuad<kBits, kCodebook, kOperand, T>(ahead[i], inputs, next, work.group_pieces, flips, sums);
       if (first + i + kSteps < work.quads) ahead[i] = LoadQuad<kBits>(codes);
       codes += work.quad_words;
-      inputs += kInputStep;
     }
   }
 }
 
-// A tile of the work list: rows [0, rows) of groups first_group, first_group + 1, ... of one segment.
-struct Tile {
-  uint32_t segment = 0;
-  uint32_t first_group = 0;
-  uint32_t rows = 0;
-  uint32_t unused = 0;
-};
-
 // One product of all tiles. Its sums go to out[split][projection][packed row][channel].
 struct GemmParams {
-  const DeviceSegment* segments = nullptr;
-  const Tile* tiles = nullptr;
-  const uint32_t* num_tiles = nullptr;
+  RowSource rows;
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
   uint32_t block_channels = 0;   // output channels of a unit: 32, 64, 128
@@ -129,8 +126,9 @@ struct GemmParams {
   // Instead of sums, outputs: H128(sums) * svh * scale (+ bias), times the row's weight, in blocks of 128.
   bool finish = false;
   const float* input_scales = nullptr;  // [rows]
-  const uint32_t* row_slots = nullptr;  // row of `out` by packed row
-  const float* row_weights = nullptr;
+  // Makes the operands itself, from the sums of FC1: for tiles of one row.
+  bool fused = false;
+  BoundaryParams boundary;
 };
 
 // How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the rows
@@ -182,22 +180,27 @@ struct Unit {
   uint32_t split = 0;
 };
 
+// Factors of the rows of a unit: by packed row in global memory, or the one of a fused unit.
+struct RowFactors {
+  const float* scales = nullptr;
+  const float* sums = nullptr;
+};
+
 // One row's outputs of a finishing product: H128(sums) * svh * scale (+ bias), times the row's weight.
 __device__ __forceinline__ float4 FinishSums(const GemmParams& params, const DeviceMatrix& matrix, float4 v,
-                                             uint32_t channel, uint32_t packed) {
+                                             uint32_t channel, uint32_t packed, float scale) {
   v = Hadamard128(v);
   const float4 svh = LoadVector(matrix.svh + channel);
-  const float scale = params.input_scales[packed];
   v = {v.x * svh.x * scale, v.y * svh.y * scale, v.z * svh.z * scale, v.w * svh.w * scale};
   if (matrix.bias != nullptr) {
     const float4 bias = LoadVector(matrix.bias + channel);
     v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
   }
-  return Affine(v, params.row_weights[packed], 0.0f);
+  return Affine(v, params.rows.WeightAt(packed), 0.0f);
 }
 
 __device__ __forceinline__ void WriteUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
-                                          const SharedSums& shared) {
+                                          const RowFactors& factors, const SharedSums& shared) {
   const uint32_t lanes = params.block_channels / 4;  // threads that share a row; 32 where sums are finished
   const uint32_t warp_splits = kWarps * kTileChannels / params.block_channels;
   const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
@@ -208,13 +211,13 @@ __device__ __forceinline__ void WriteUnit(const GemmParams& params, const Device
     const uint32_t packed = unit.tile.first_group * kGroupRows + row;
     float4 v = TotalSums(shared, warp_splits, row, in_block);
     if (mul1) {
-      const float sum = params.input_sums[unit.projection * params.num_rows + packed];
+      const float sum = factors.sums[row];
       v = Affine(v, kMul1Scale, unit.split == 0 ? kMul1Offset * sum : 0.0f);
     }
     uint64_t out_row = packed;
     if (params.finish) {
-      v = FinishSums(params, matrix, v, channel, packed);
-      out_row = params.row_slots[packed];
+      v = FinishSums(params, matrix, v, channel, packed, factors.scales[row]);
+      out_row = params.rows.SlotAt(packed);
     }
     *reinterpret_cast<float4*>(out + out_row * params.out_row) = v;
   }
@@ -245,6 +248,31 @@ __device__ __forceinline__ void MultiplyMatrix(const DeviceMatrix& matrix, const
   }
 }
 
+// Asks for a unit's codes ahead of the wait for the kernel before: the memory works while that one ends.
+__device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_t first_tile, uint32_t tiles,
+                                             uint32_t first_row, uint32_t rows) {
+  const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * 8 * matrix.bits;
+  const uint32_t lines = (tiles * 32 * matrix.bits + 127) / 128 + 1;
+  for (uint32_t i = threadIdx.x; i < rows * lines; i += kGemmThreads) {
+    const char* row =
+        reinterpret_cast<const char*>(matrix.codes + (first_row + i / lines) * row_words + first_tile * 8 * matrix.bits);
+    const uint32_t offset = min(i % lines * 128, tiles * 32 * matrix.bits - 4);
+    PrefetchToL2(row + offset);
+  }
+}
+
+// Operands of a fused unit in shared memory: one row of the first group.
+__device__ __forceinline__ void MakeOperands(const GemmParams& params, const Unit& unit, const DeviceMatrix& matrix,
+                                             uint4* operands, float* factors, float* shared) {
+  float* row_values = reinterpret_cast<float*>(operands + GroupPieces(matrix.in_channels, Operand::kSplit));
+  const DeviceSegment& segment = params.rows.experts.segments[unit.tile.segment];
+  const float max_magnitude =
+      BoundaryRow(params.boundary, segment, unit.tile.first_group * kGroupRows, row_values);
+  StoreOperands(row_values, matrix.in_channels, max_magnitude, OperandOf(matrix, true), operands, 0, factors,
+                factors + 1, shared);
+  __syncthreads();
+}
+
 template <bool kSplitOperands, int T>
 __device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
                                         float* shared) {
@@ -267,14 +295,33 @@ __device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMa
   // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
   // no traffic.
   const uint32_t row = T == 1 ? min(lane >> 2, unit.tile.rows - 1) : lane >> 2;
+  const uint64_t packed = unit.tile.first_group * uint64_t{kGroupRows};
+  const uint64_t factor = unit.projection * uint64_t{params.num_rows} + packed;
+  RowFactors factors = {params.input_scales + packed, params.input_sums + factor};
   work.inputs = params.inputs + unit.projection * params.projection_room +
-                unit.tile.first_group * params.group_room + row * 4 + (lane & 3);
+                unit.tile.first_group * params.group_room;
+  if constexpr (kSplitOperands) {
+    extern __shared__ uint4 operands[];
+    __shared__ float fused_factors[2];
+    if (params.rows.direct) {
+      const uint32_t first_row = quads * unit.split / params.num_splits * 4;
+      PrefetchUnit(matrix, unit.block * tiles, tiles, first_row,
+                   quads * (unit.split + 1) / params.num_splits * 4 - first_row);
+    }
+    if (params.fused) {
+      WaitForPreviousKernel();
+      MakeOperands(params, unit, matrix, operands, fused_factors, shared);
+      work.inputs = operands;
+      factors = {fused_factors, fused_factors + 1};
+    }
+  }
+  work.inputs += row * 4 + (lane & 3);
   float sums[T][4] = {};
   MultiplyMatrix<kSplitOperands, T>(matrix, work, first, sums);
   AllowNextKernel();
   const SharedSums shared_sums = {shared, T * kGroupRows, params.block_channels + 4};
   ShareSums<T>(sums, shared_sums, warp / tiles, warp % tiles * kTileChannels);
-  WriteUnit(params, matrix, unit, shared_sums);
+  WriteUnit(params, matrix, unit, factors, shared_sums);
 }
 
 // The first of kGroups that holds the tile's groups.
@@ -302,10 +349,10 @@ __device__ __forceinline__ void RunBlock(const GemmParams& params) {
   unit.projection = rest / params.num_blocks;
   // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
   // counts on both.
-  if (tile >= *params.num_tiles) return WaitForPreviousKernel();
-  unit.tile = params.tiles[tile];
+  unit.tile = params.rows.TileAt(tile);
+  if (unit.tile.rows == 0) return WaitForPreviousKernel();
   const DeviceMatrix matrix =
-      params.segments[unit.tile.segment].matrices[params.first_projection + unit.projection];
+      params.rows.experts.segments[unit.tile.segment].matrices[params.first_projection + unit.projection];
   if (unit.block * params.block_channels >= matrix.out_channels) return WaitForPreviousKernel();
   RunSmallest<kSplitOperands, kGroups...>(params, matrix, unit, shared);
 }

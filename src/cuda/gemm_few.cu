@@ -14,7 +14,10 @@ __global__ void __launch_bounds__(kGemmThreads, 3) FewRows(const __grid_constant
 }  // namespace
 
 cudaError_t LaunchFewRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent) {
-  return Launch(FewRows, num_units, kGemmThreads, 0, stream, dependent, params);
+  // Operands of one row as fp16 twice, and the row as fp32.
+  const size_t shared_bytes =
+      params.fused ? params.boundary.intermediate * (kGroupRows * 2 * sizeof(uint16_t) + sizeof(float)) : 0;
+  return Launch(FewRows, num_units, kGemmThreads, shared_bytes, stream, dependent, params);
 }
 
 }  // namespace espalier::cuda

@@ -45,6 +45,13 @@ constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
   return rows < groups ? rows : groups;
 }
 
+// Whether each row is a tile of its own: no kernel that packs, no kernel between FC1 and FC2, at the price of
+// decoding an expert once for each of its rows. Then also the operands of FC2 are made in shared memory, which
+// bounds the width.
+constexpr bool DirectRows(uint64_t rows, uint64_t segments, uint64_t intermediate) {
+  return rows <= 32 && rows <= segments && intermediate <= 2048;
+}
+
 // Offsets are bytes from the start of the workspace.
 struct MoeConfig {
   uint64_t chunk_tokens = 0;   // tokens of one pass over the experts

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/boundary.cuh"
 #include "cuda/gemm_launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/routes.cuh"
@@ -127,8 +128,7 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
 }
 
 struct RotateParams {
-  const DeviceSegment* segments = nullptr;
-  const PackedRow* rows = nullptr;
+  RowSource rows;
   Value type = Value::kF32;
   const void* x = nullptr;
   uint64_t x_stride = 0;
@@ -145,46 +145,42 @@ struct RotateParams {
   uint32_t num_rows = 0;
 };
 
-__device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, bool split_operands) {
-  const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
-  return split_operands && !mul1 ? Operand::kSplit : Operand::kPair;
-}
+constexpr uint32_t kRowThreads = 512;
 
-// Writes a rotated row (fp32 in shared memory), with its scale and, for mul1, its sum.
-__device__ void StoreOperands(const float* row, uint32_t channels, float max_magnitude, Operand operand,
-                              uint4* group, uint32_t packed, float* scale, float* sum, float* shared) {
-  const int exponent = RowExponent(BlockMax(max_magnitude, shared));
-  const float total = StoreRow(row, channels, PowerOfTwo(-exponent), operand, group, packed % kGroupRows);
-  if (operand == Operand::kPair) {
-    const float all = BlockSum(total, shared);
-    if (threadIdx.x == 0) *sum = all;
+// Four values of a row; `whole`: they may be read in one go.
+__device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole, uint32_t left) {
+  if (whole && params.type == Value::kBF16) {
+    const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(params.x) + at);
+    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
+            __uint_as_float(bits.y & 0xFFFF0000u)};
   }
-  if (threadIdx.x == 0) *scale = PowerOfTwo(exponent);
+  float4 v = {};
+  if (left > 0) v.x = LoadValue(params.type, params.x, at);
+  if (left > 1) v.y = LoadValue(params.type, params.x, at + 1);
+  if (left > 2) v.z = LoadValue(params.type, params.x, at + 2);
+  if (left > 3) v.w = LoadValue(params.type, params.x, at + 3);
+  return v;
 }
 
-constexpr uint32_t kRowThreads = 256;
-
-// A block takes one packed row and one projection.
+// A block takes one row and one projection.
 __global__ void __launch_bounds__(kRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
   extern __shared__ __align__(16) float row_values[];
   __shared__ float shared[kRowThreads / 32];
   WaitForPreviousKernel();
   AllowNextKernel();
-  const uint32_t packed = blockIdx.x / params.num_projections;
+  const uint32_t index = blockIdx.x / params.num_projections;
+  const uint32_t packed = params.rows.direct ? index * kGroupRows : index;
   const uint32_t projection = blockIdx.x % params.num_projections;
-  const PackedRow row = params.rows[packed];
+  const PackedRow row = params.rows.RowAt(packed);
   if (row.route < 0) return;
-  const DeviceMatrix& matrix = params.segments[row.segment].matrices[params.first_projection + projection];
-  const uint32_t lane = threadIdx.x & 31;
+  const DeviceMatrix& matrix =
+      params.rows.experts.segments[row.segment].matrices[params.first_projection + projection];
+  const bool aligned = ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 7) == 0;
   float max_magnitude = 0;
-  for (uint32_t first = threadIdx.x / 32 * 128; first < params.stored_channels; first += kRowThreads / 32 * 128) {
-    const uint32_t channel = first + 4 * lane;
-    const uint64_t at = row.token * params.x_stride + channel;
-    float4 v = {};
-    if (channel < params.channels) v.x = LoadValue(params.type, params.x, at);
-    if (channel + 1 < params.channels) v.y = LoadValue(params.type, params.x, at + 1);
-    if (channel + 2 < params.channels) v.z = LoadValue(params.type, params.x, at + 2);
-    if (channel + 3 < params.channels) v.w = LoadValue(params.type, params.x, at + 3);
+#pragma unroll 4
+  for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * kRowThreads) {
+    const uint32_t left = channel < params.channels ? params.channels - channel : 0;
+    float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
     const float4 suh = LoadVector(matrix.suh + channel);
     v = Hadamard128({v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w});
     *reinterpret_cast<float4*>(row_values + channel) = v;
@@ -193,81 +189,35 @@ __global__ void __launch_bounds__(kRowThreads) RotateInputs(const __grid_constan
   const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
   StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.split_operands),
                 params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
-                packed, params.scales + factor, params.sums + factor, shared);
+                packed % kGroupRows, params.scales + factor, params.sums + factor, shared);
 }
 
-struct BoundaryParams {
-  const DeviceSegment* segments = nullptr;
-  const PackedRow* rows = nullptr;
-  ActivationParams activation;
-  bool has_gate = true;
-  bool split_operands = false;
-  uint32_t intermediate = 0;  // of the widest segment: the stride
-  const float* fc1 = nullptr;
-  uint64_t split_stride = 0;
-  uint32_t splits = 1;
-  const float* scales = nullptr;  // [2][num_rows]
-  uint32_t num_rows = 0;
+constexpr uint32_t kBoundaryThreads = 128;
+
+struct BoundaryLaunch {
+  RowSource rows;
+  BoundaryParams boundary;
   uint4* mids = nullptr;
   uint64_t group_room = 0;
   float* mid_scales = nullptr;
   float* mid_sums = nullptr;
 };
 
-// Four channels of a projection's output.
-__device__ __forceinline__ float4 ProjectionOutput(const BoundaryParams& params, const DeviceMatrix& matrix,
-                                                   uint32_t packed, uint32_t projection, uint32_t channel) {
-  const float* at = params.fc1 + (uint64_t{packed} * 2 + projection) * params.intermediate + channel;
-  float4 v = *reinterpret_cast<const float4*>(at);
-  for (uint32_t split = 1; split < params.splits; ++split) {
-    const float4 more = *reinterpret_cast<const float4*>(at + split * params.split_stride);
-    v = {v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w};
-  }
-  v = Hadamard128(v);
-  const float4 svh = LoadVector(matrix.svh + channel);
-  const float scale = params.scales[uint64_t{projection} * params.num_rows + packed];
-  v = {v.x * scale * svh.x, v.y * scale * svh.y, v.z * scale * svh.z, v.w * scale * svh.w};
-  if (matrix.bias != nullptr) {
-    const float4 bias = LoadVector(matrix.bias + channel);
-    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
-  }
-  return v;
-}
-
-constexpr uint32_t kBoundaryThreads = 128;
-
 // A block takes one packed row.
-__global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_constant__ BoundaryParams params) {
+__global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_constant__ BoundaryLaunch params) {
   extern __shared__ __align__(16) float row_values[];
   __shared__ float shared[kBoundaryThreads / 32];
   const uint32_t packed = blockIdx.x;
   WaitForPreviousKernel();
   AllowNextKernel();
-  const PackedRow row = params.rows[packed];
+  const PackedRow row = params.rows.RowAt(packed);
   if (row.route < 0) return;
-  const DeviceSegment& segment = params.segments[row.segment];
+  const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
-  const uint32_t lane = threadIdx.x & 31;
-  float max_magnitude = 0;
-  for (uint32_t first = threadIdx.x / 32 * 128; first < down.in_channels; first += kBoundaryThreads / 32 * 128) {
-    const uint32_t channel = first + 4 * lane;
-    float4 gate = {};
-    if (params.has_gate) gate = ProjectionOutput(params, segment.matrices[0], packed, 0, channel);
-    const float4 up = ProjectionOutput(params, segment.matrices[1], packed, 1, channel);
-    const uint32_t valid = segment.valid_intermediate_channels;
-    const float4 suh = LoadVector(down.suh + channel);
-    float4 v = {};
-    if (channel < valid) v.x = Activate(params.activation, gate.x, up.x) * suh.x;
-    if (channel + 1 < valid) v.y = Activate(params.activation, gate.y, up.y) * suh.y;
-    if (channel + 2 < valid) v.z = Activate(params.activation, gate.z, up.z) * suh.z;
-    if (channel + 3 < valid) v.w = Activate(params.activation, gate.w, up.w) * suh.w;
-    v = Hadamard128(v);
-    *reinterpret_cast<float4*>(row_values + channel) = v;
-    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
-  }
-  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.split_operands),
-                params.mids + packed / kGroupRows * params.group_room, packed, params.mid_scales + packed,
-                params.mid_sums + packed, shared);
+  const float max_magnitude = BoundaryRow(params.boundary, segment, packed, row_values);
+  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.boundary.split_operands),
+                params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
+                params.mid_scales + packed, params.mid_sums + packed, shared);
 }
 
 struct CombineParams {
@@ -357,7 +307,8 @@ class MoeChain {
     y_ = const_cast<void*>(Advance(args.y, first_token * args.y_row_stride * DtypeBits(options.output) / 8));
     const uint64_t rows = num_tokens * options.top_k * config_.max_segments;
     row_class_ = ClassOf(rows, config_.num_segments);
-    groups_ = MaxGroups(rows, config_.num_segments);
+    direct_ = DirectRows(rows, config_.num_segments, config_.intermediate);
+    groups_ = direct_ ? rows : MaxGroups(rows, config_.num_segments);
     // As many tiles as there can be: in `many` each segment's last tile may be small.
     const uint64_t touched = std::min<uint64_t>(rows, config_.num_segments);
     tiles_ = few() ? groups_ : std::min(groups_, groups_ / TileGroups(row_class_) + touched);
@@ -369,10 +320,10 @@ class MoeChain {
   Result<void> Run() {
     // Nothing to compute still means a defined output.
     if (groups_ > 0) {
-      chain_.Add("pack", [&] { return Pack(); });
+      if (!direct_) chain_.Add("pack", [&] { return Pack(); });
       chain_.Add("rotate", [&] { return Rotate(); });
       chain_.Add("sums", [&] { return Sums(); });
-      chain_.Add("boundary", [&] { return LaunchBoundary(); });
+      if (!direct_) chain_.Add("boundary", [&] { return LaunchBoundary(); });
       chain_.Add("finish", [&] { return Finish(); });
     }
     chain_.Add("combine", [&] { return LaunchCombine(); });
@@ -411,8 +362,7 @@ class MoeChain {
   }
 
   cudaError_t Rotate() {
-    const RotateParams params = {.segments = launch_.experts.segments,
-                                 .rows = At<PackedRow>(config_.rows),
+    const RotateParams params = {.rows = rows(),
                                  .type = ValueOf(launch_.options.input),
                                  .x = x_,
                                  .x_stride = launch_.args.x_row_stride,
@@ -427,14 +377,13 @@ class MoeChain {
                                  .scales = At<float>(config_.input_scales),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
-    return Launch(RotateInputs, uint64_t{num_rows()} * projections(), kRowThreads, config_.hidden * sizeof(float),
-                  stream_, dependent(), params);
+    const uint64_t blocks = (direct_ ? groups_ : num_rows()) * projections();
+    return Launch(RotateInputs, blocks, kRowThreads, config_.hidden * sizeof(float), stream_, !direct_ && dependent(),
+                  params);
   }
 
   cudaError_t Sums() {
-    const GemmParams params = {.segments = launch_.experts.segments,
-                               .tiles = At<Tile>(config_.tiles),
-                               .num_tiles = At<uint32_t>(config_.counters),
+    const GemmParams params = {.rows = rows(),
                                .first_projection = first_projection(),
                                .num_projections = projections(),
                                .block_channels = sums_.block_channels,
@@ -454,22 +403,24 @@ class MoeChain {
                  : LaunchManyRows(params, units, stream_, dependent());
   }
 
-  cudaError_t LaunchBoundary() {
+  BoundaryParams MakeBoundary() const {
     const Activation& activation = launch_.geometry.activation;
-    const BoundaryParams params = {.segments = launch_.experts.segments,
-                                   .rows = At<PackedRow>(config_.rows),
-                                   .activation = {activation.kind, static_cast<float>(activation.limit),
-                                                  static_cast<float>(activation.beta),
-                                                  static_cast<float>(activation.linear_beta)},
-                                   .has_gate = has_gate(),
-                                   .split_operands = few(),
-                                   .intermediate = config_.intermediate,
-                                   .fc1 = At<float>(config_.fc1),
-                                   .split_stride = Fc1Split(),
-                                   .splits = sums_.splits,
-                                   // With one projection its scales come first.
-                                   .scales = At<float>(config_.input_scales) - first_projection() * num_rows(),
-                                   .num_rows = num_rows(),
+    return {.activation = {activation.kind, static_cast<float>(activation.limit),
+                           static_cast<float>(activation.beta), static_cast<float>(activation.linear_beta)},
+            .has_gate = has_gate(),
+            .split_operands = few(),
+            .intermediate = config_.intermediate,
+            .fc1 = At<float>(config_.fc1),
+            .split_stride = Fc1Split(),
+            .splits = sums_.splits,
+            // With one projection its scales come first.
+            .scales = At<float>(config_.input_scales) - first_projection() * num_rows(),
+            .num_rows = num_rows()};
+  }
+
+  cudaError_t LaunchBoundary() {
+    const BoundaryLaunch params = {.rows = rows(),
+                                   .boundary = MakeBoundary(),
                                    .mids = At<uint4>(config_.mids),
                                    .group_room = MidRoom(),
                                    .mid_scales = At<float>(config_.mid_scales),
@@ -479,9 +430,7 @@ class MoeChain {
   }
 
   cudaError_t Finish() {
-    const GemmParams params = {.segments = launch_.experts.segments,
-                               .tiles = At<Tile>(config_.tiles),
-                               .num_tiles = At<uint32_t>(config_.counters),
+    const GemmParams params = {.rows = rows(),
                                .first_projection = 2,
                                .num_projections = 1,
                                .block_channels = kHadamardChannels,
@@ -495,8 +444,8 @@ class MoeChain {
                                .out_row = config_.hidden,
                                .finish = true,
                                .input_scales = At<float>(config_.mid_scales),
-                               .row_slots = At<uint32_t>(config_.row_slots),
-                               .row_weights = At<float>(config_.row_weights)};
+                               .fused = direct_,
+                               .boundary = MakeBoundary()};
     const uint64_t units = tiles_ * params.num_blocks;
     return few() ? LaunchFewRows(params, units, stream_, dependent())
                  : LaunchManyRows(params, units, stream_, dependent());
@@ -518,6 +467,18 @@ class MoeChain {
     return Launch(Combine, blocks * routes_.num_tokens, kCombineThreads, 0, stream_, groups_ > 0 && dependent(), params);
   }
 
+  RowSource rows() const {
+    return {.routes = routes_,
+            .experts = launch_.experts,
+            .max_segments = config_.max_segments,
+            .direct = direct_,
+            .direct_tiles = static_cast<uint32_t>(groups_),
+            .num_tiles = At<uint32_t>(config_.counters),
+            .tiles = At<Tile>(config_.tiles),
+            .rows = At<PackedRow>(config_.rows),
+            .row_slots = At<uint32_t>(config_.row_slots),
+            .row_weights = At<float>(config_.row_weights)};
+  }
   bool dependent() const { return launch_.limits.compute_capability >= 90; }
 
   const MoeLaunch& launch_;
@@ -527,6 +488,7 @@ class MoeChain {
   const void* x_ = nullptr;
   void* y_ = nullptr;
   RowClass row_class_ = RowClass::kFew;
+  bool direct_ = false;
   uint64_t groups_ = 0;
   uint64_t tiles_ = 0;
   SumsPlan sums_;

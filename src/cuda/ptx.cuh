@@ -29,6 +29,19 @@ __device__ __forceinline__ uint32_t HighHalfByDot(uint32_t v) {
   return r;
 }
 
+// (v & mask) ^ flips in one LOP3. `flips` must be a register: an instruction takes one immediate, and the
+// compiler, seeing two constants, makes two instructions of it.
+__device__ __forceinline__ uint32_t MaskAndFlip(uint32_t v, uint32_t mask, uint32_t flips) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(r) : "r"(v), "r"(mask), "r"(flips));
+  return r;
+}
+// A constant that the compiler cannot see through.
+__device__ __forceinline__ uint32_t OpaqueConstant(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // c + the sum of the four bytes of v.
 __device__ __forceinline__ uint32_t AddBytes(uint32_t v, uint32_t c) {
   uint32_t r;
@@ -61,6 +74,20 @@ __device__ __forceinline__ uint64_t GlobalNanoseconds() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
   return ns;
+}
+
+__device__ __forceinline__ void PrefetchToL2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Activations: read by every warp of a block and by other blocks of the same rows. In global or shared memory.
+__device__ __forceinline__ uint4 LoadInputs(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
 }
 
 // Programmatic dependent launch: wait for the kernels before this one and see what they wrote; let the next

@@ -43,6 +43,64 @@ __device__ __forceinline__ int32_t LocalExpert(const Routes& routes, uint32_t ex
   return id < 0 || id >= int64_t{experts} ? -1 : static_cast<int32_t>(id);
 }
 
+// A tile of the work list: rows [0, rows) of groups first_group, first_group + 1, ... of one segment.
+struct Tile {
+  uint32_t segment = 0;
+  uint32_t first_group = 0;
+  uint32_t rows = 0;
+  uint32_t unused = 0;
+};
+
+inline constexpr uint32_t kGroupRows = 8;
+
+// The rows that kernels work on: packed by segment in the workspace, or, where rows are too few for sharing
+// weights to pay for a kernel that packs them, each (route, segment) as a tile of its own.
+struct RowSource {
+  Routes routes;
+  DeviceExperts experts;
+  uint32_t max_segments = 0;
+  bool direct = false;
+  uint32_t direct_tiles = 0;
+  const uint32_t* num_tiles = nullptr;
+  const Tile* tiles = nullptr;
+  const PackedRow* rows = nullptr;
+  const uint32_t* row_slots = nullptr;
+  const float* row_weights = nullptr;
+
+  // Rows of the tile; 0 where there is none.
+  __device__ __forceinline__ Tile TileAt(uint32_t index) const {
+    if (direct) {
+      const PackedRow row = DirectRow(index);
+      return {row.segment, index, row.route < 0 ? 0u : 1u, 0};
+    }
+    return index < *num_tiles ? tiles[index] : Tile{};
+  }
+  __device__ __forceinline__ PackedRow RowAt(uint32_t packed) const {
+    return direct ? DirectRow(packed / kGroupRows) : rows[packed];
+  }
+  __device__ __forceinline__ uint32_t SlotAt(uint32_t packed) const {
+    return direct ? packed / kGroupRows : row_slots[packed];
+  }
+  __device__ __forceinline__ float WeightAt(uint32_t packed) const {
+    if (!direct) return row_weights[packed];
+    const uint32_t route = packed / kGroupRows / max_segments;
+    return routes.weights[route / routes.top_k * routes.weights_stride + route % routes.top_k];
+  }
+
+ private:
+  __device__ __forceinline__ PackedRow DirectRow(uint32_t index) const {
+    PackedRow row;
+    if (index >= direct_tiles) return row;
+    const uint32_t route = index / max_segments, s = index % max_segments;
+    row.token = route / routes.top_k;
+    const int32_t expert = LocalExpert(routes, experts.experts, row.token, route % routes.top_k);
+    if (expert < 0) return row;
+    row.segment = experts.first_segment[expert] + s;
+    if (row.segment < experts.first_segment[expert + 1]) row.route = static_cast<int32_t>(route);
+    return row;
+  }
+};
+
 }  // namespace espalier::cuda
 
 #endif  // ESPALIER_SRC_CUDA_ROUTES_CUH_
