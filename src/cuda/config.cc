@@ -13,6 +13,7 @@ constexpr uint64_t kGroupRows = 8;
 // Units that fill the machine: two for each of 128 SMs. Below that units are made smaller.
 constexpr uint64_t kEnoughUnits = 256;
 constexpr uint32_t kMaxSplits = 8;
+constexpr uint64_t kMaxGridTiles = 65535;
 // Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,200 tokens.
 constexpr uint64_t kChunkBytes = uint64_t{1400} << 20;
 // A row is rotated in shared memory as fp32; 96 KiB is what every architecture has.
@@ -66,7 +67,9 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
     }
   }
   const uint64_t max_rows = std::max<uint64_t>(kChunkBytes / RowBytes(geometry, config.intermediate), 1);
-  config.chunk_tokens = ChunkTokens(options, options.max_tokens, max_rows / config.max_segments);
+  // Tiles are the third dimension of a grid.
+  config.chunk_tokens = ChunkTokens(options, options.max_tokens,
+                                    std::min<uint64_t>(max_rows, kMaxGridTiles) / config.max_segments);
   const uint64_t segments = experts.segments().size();
   config.num_segments = static_cast<uint32_t>(segments);
   const uint64_t chunk_rows = config.chunk_tokens * options.top_k * config.max_segments;

@@ -23,7 +23,8 @@
 
 namespace espalier::cuda {
 
-inline constexpr uint32_t kWarps = 8;
+inline constexpr uint32_t kLog2Warps = 3;
+inline constexpr uint32_t kWarps = 1u << kLog2Warps;
 inline constexpr uint32_t kGemmThreads = 32 * kWarps;
 
 // One warp's part of a unit.
@@ -40,14 +41,19 @@ struct WarpWork {
 template <int kBits>
 inline constexpr int kAhead = kBits <= 4 ? 3 : 2;
 
+// Up to three groups the inputs of a quad fit in registers beside everything else.
+template <int T>
+inline constexpr bool kInputsAhead = T <= 3;
+
 // Activations of one quad: [pieces][groups].
 template <Operand kOperand, int T>
 struct QuadInputs {
-  uint4 b[kPieces<kOperand>][T];
+  uint4 b[kInputsAhead<T> ? kPieces<kOperand> : 1][T];
 };
 
 // The sums of one quad. Each piece of the inputs is asked for again, for the next quad at `next`, as soon as it
-// has been used: a whole step hides the way to the second-level cache.
+// has been used: a whole step hides the way to the second-level cache. With more groups `next` is this quad,
+// and a piece is asked for before its weights are decoded.
 template <int kBits, Codebook kCodebook, Operand kOperand, int T>
 __device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadInputs<kOperand, T>& inputs,
                                              const uint4* next, uint64_t group_pieces, uint32_t flips,
@@ -55,7 +61,11 @@ __device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadI
   const uint32_t previous = PreviousWord(quad.w[kBits - 1]);
 #pragma unroll
   for (int piece = 0; piece < static_cast<int>(kPieces<kOperand>); ++piece) {
-    uint4(&b)[T] = inputs.b[piece];
+    uint4(&b)[T] = inputs.b[kInputsAhead<T> ? piece : 0];
+    if constexpr (!kInputsAhead<T>) {
+#pragma unroll
+      for (int t = 0; t < T; ++t) b[t] = LoadInputs(next + t * group_pieces + piece * 32);
+    }
     uint32_t first[4], second[4];
     if constexpr (kOperand == Operand::kSplit) {
       SplitOperands<kBits, kCodebook>(quad, previous, flips, piece, first, second);
@@ -67,8 +77,10 @@ __device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadI
     for (int t = 0; t < T; ++t) Mma16816(sums[t], first, b[t].x, b[t].y);
 #pragma unroll
     for (int t = 0; t < T; ++t) Mma16816(sums[t], second, b[t].z, b[t].w);
+    if constexpr (kInputsAhead<T>) {
 #pragma unroll
-    for (int t = 0; t < T; ++t) b[t] = LoadInputs(next + t * group_pieces + piece * 32);
+      for (int t = 0; t < T; ++t) b[t] = LoadInputs(next + t * group_pieces + piece * 32);
+    }
   }
 }
 
@@ -88,18 +100,33 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, uint32_t firs
   const uint32_t flips = OpaqueConstant(kFoldFlips);
   const uint4* next = work.inputs + uint64_t{first_quad} * kInputStep;
   QuadInputs<kOperand, T> inputs;
+  if constexpr (kInputsAhead<T>) {
 #pragma unroll
-  for (int piece = 0; piece < static_cast<int>(kPieces<kOperand>); ++piece) {
+    for (int piece = 0; piece < static_cast<int>(kPieces<kOperand>); ++piece) {
 #pragma unroll
-    for (int t = 0; t < T; ++t) inputs.b[piece][t] = LoadInputs(next + t * work.group_pieces + piece * 32);
+      for (int t = 0; t < T; ++t) inputs.b[piece][t] = LoadInputs(next + t * work.group_pieces + piece * 32);
+    }
   }
-  for (uint32_t first = 0; first < work.quads; first += kSteps) {
+  uint32_t first = 0;
+  // Without conditions while every load has a quad to ask for.
+  for (; first + 2 * kSteps <= work.quads; first += kSteps) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if constexpr (kInputsAhead<T>) next += kInputStep;
+      MultiplyQuad<kBits, kCodebook, kOperand, T>(ahead[i], inputs, next, work.group_pieces, flips, sums);
+      if constexpr (!kInputsAhead<T>) next += kInputStep;
+      ahead[i] = LoadQuad<kBits>(codes);
+      codes += work.quad_words;
+    }
+  }
+  for (; first < work.quads; first += kSteps) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       if (first + i >= work.quads) break;
       // The last step asks for its own inputs again: no branch, and nothing outside the row is touched.
-      if (first + i + 1 < work.quads) next += kInputStep;
+      if (kInputsAhead<T> && first + i + 1 < work.quads) next += kInputStep;
       MultiplyQuad<kBits, kCodebook, kOperand, T>(ahead[i], inputs, next, work.group_pieces, flips, sums);
+      if constexpr (!kInputsAhead<T>) next += kInputStep;
       if (first + i + kSteps < work.quads) ahead[i] = LoadQuad<kBits>(codes);
       codes += work.quad_words;
     }
@@ -111,9 +138,8 @@ struct GemmParams {
   RowSource rows;
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
-  uint32_t block_channels = 0;   // output channels of a unit: 32, 64, 128
-  uint32_t num_blocks = 0;       // of the widest matrix
-  uint32_t num_splits = 0;       // shares of the input channels, each a unit of its own
+  uint32_t log2_tiles = 0;       // output tiles of a unit: 32, 64 or 128 channels
+  uint32_t log2_splits = 0;      // shares of the input channels, each a unit of its own
   const uint4* inputs = nullptr;
   uint64_t group_room = 0;       // pieces from group to group
   uint64_t projection_room = 0;  // pieces from projection to projection
@@ -201,13 +227,13 @@ __device__ __forceinline__ float4 FinishSums(const GemmParams& params, const Dev
 
 __device__ __forceinline__ void WriteUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
                                           const RowFactors& factors, const SharedSums& shared) {
-  const uint32_t lanes = params.block_channels / 4;  // threads that share a row; 32 where sums are finished
-  const uint32_t warp_splits = kWarps * kTileChannels / params.block_channels;
+  const uint32_t log2_lanes = params.log2_tiles + 2;  // threads that share a row; 32 where sums are finished
+  const uint32_t warp_splits = kWarps >> params.log2_tiles;
   const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
-  const uint32_t in_block = threadIdx.x % lanes * 4;
-  const uint32_t channel = unit.block * params.block_channels + in_block;
+  const uint32_t in_block = (threadIdx.x & ((1u << log2_lanes) - 1)) * 4;
+  const uint32_t channel = (unit.block << (params.log2_tiles + 4)) + in_block;
   float* out = params.out + unit.split * params.out_split + unit.projection * params.out_projection + channel;
-  for (uint32_t row = threadIdx.x / lanes; row < unit.tile.rows; row += kGemmThreads / lanes) {
+  for (uint32_t row = threadIdx.x >> log2_lanes; row < unit.tile.rows; row += kGemmThreads >> log2_lanes) {
     const uint32_t packed = unit.tile.first_group * kGroupRows + row;
     float4 v = TotalSums(shared, warp_splits, row, in_block);
     if (mul1) {
@@ -252,12 +278,13 @@ __device__ __forceinline__ void MultiplyMatrix(const DeviceMatrix& matrix, const
 __device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_t first_tile, uint32_t tiles,
                                              uint32_t first_row, uint32_t rows) {
   const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * 8 * matrix.bits;
-  const uint32_t lines = (tiles * 32 * matrix.bits + 127) / 128 + 1;
-  for (uint32_t i = threadIdx.x; i < rows * lines; i += kGemmThreads) {
-    const char* row =
-        reinterpret_cast<const char*>(matrix.codes + (first_row + i / lines) * row_words + first_tile * 8 * matrix.bits);
-    const uint32_t offset = min(i % lines * 128, tiles * 32 * matrix.bits - 4);
-    PrefetchToL2(row + offset);
+  // A row of tiles is 64 to 2048 bytes: 16 threads take the lines of 16 rows at a time.
+  const uint32_t row_bytes = tiles * 32 * matrix.bits;
+  const char* codes = reinterpret_cast<const char*>(matrix.codes + first_row * row_words + first_tile * 8 * matrix.bits);
+  for (uint32_t row = threadIdx.x / 16; row < rows; row += kGemmThreads / 16) {
+    for (uint32_t offset = threadIdx.x % 16 * 128; offset < row_bytes + 127; offset += 16 * 128) {
+      PrefetchToL2(codes + row * row_words * 4 + min(offset, row_bytes - 4));
+    }
   }
 }
 
@@ -276,21 +303,23 @@ __device__ __forceinline__ void MakeOperands(const GemmParams& params, const Uni
 template <bool kSplitOperands, int T>
 __device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMatrix& matrix, const Unit& unit,
                                         float* shared) {
-  const uint32_t tiles = params.block_channels / kTileChannels;
-  const uint32_t warp_splits = kWarps / tiles;
+  const uint32_t tiles = 1u << params.log2_tiles;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const uint32_t warp_tile = warp & (tiles - 1), warp_split = warp >> params.log2_tiles;
   const uint32_t quads = matrix.in_channels / kQuadChannels;
-  const uint32_t shares = params.num_splits * warp_splits;
-  const uint32_t share = unit.split * warp_splits + warp / tiles;
-  const uint32_t first = quads * share / shares;
+  // Everything is a power of two: a unit is short, and divisions would cost it as much as a step.
+  const uint32_t log2_warp_splits = kLog2Warps - params.log2_tiles;
+  const uint32_t log2_shares = params.log2_splits + log2_warp_splits;
+  const uint32_t share = (unit.split << log2_warp_splits) + warp_split;
+  const uint32_t first = quads * share >> log2_shares;
   const uint32_t tile_words = 8 * matrix.bits;
   const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * tile_words;
 
   WarpWork work;
-  work.quads = quads * (share + 1) / shares - first;
+  work.quads = (quads * (share + 1) >> log2_shares) - first;
   work.quad_words = 4 * row_words;
   work.codes = matrix.codes + (uint64_t{first} * 4 + (lane & 3)) * row_words +
-               (unit.block * tiles + warp % tiles) * tile_words + (lane >> 2) * matrix.bits;
+               (unit.block * tiles + warp_tile) * tile_words + (lane >> 2) * matrix.bits;
   work.group_pieces = params.group_room;
   // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
   // no traffic.
@@ -304,9 +333,9 @@ __device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMa
     extern __shared__ uint4 operands[];
     __shared__ float fused_factors[2];
     if (params.rows.direct) {
-      const uint32_t first_row = quads * unit.split / params.num_splits * 4;
+      const uint32_t first_row = (quads * unit.split >> params.log2_splits) * 4;
       PrefetchUnit(matrix, unit.block * tiles, tiles, first_row,
-                   quads * (unit.split + 1) / params.num_splits * 4 - first_row);
+                   (quads * (unit.split + 1) >> params.log2_splits) * 4 - first_row);
     }
     if (params.fused) {
       WaitForPreviousKernel();
@@ -319,8 +348,8 @@ __device__ __forceinline__ void RunUnit(const GemmParams& params, const DeviceMa
   float sums[T][4] = {};
   MultiplyMatrix<kSplitOperands, T>(matrix, work, first, sums);
   AllowNextKernel();
-  const SharedSums shared_sums = {shared, T * kGroupRows, params.block_channels + 4};
-  ShareSums<T>(sums, shared_sums, warp / tiles, warp % tiles * kTileChannels);
+  const SharedSums shared_sums = {shared, T * kGroupRows, tiles * kTileChannels + 4};
+  ShareSums<T>(sums, shared_sums, warp_split, warp_tile * kTileChannels);
   WriteUnit(params, matrix, unit, factors, shared_sums);
 }
 
@@ -339,21 +368,17 @@ template <bool kSplitOperands, int kMaxGroups, int... kGroups>
 __device__ __forceinline__ void RunBlock(const GemmParams& params) {
   // With blocks of 32 channels the sums of four warps meet: the most there can be.
   __shared__ __align__(16) float shared[kMaxGroups * kGroupRows * kWarps * (kTileChannels + 2)];
-  const uint32_t tile_units = params.num_projections * params.num_blocks * params.num_splits;
-  const uint32_t tile = blockIdx.x / tile_units;
-  uint32_t rest = blockIdx.x % tile_units;
   Unit unit;
-  unit.split = rest % params.num_splits;
-  rest /= params.num_splits;
-  unit.block = rest % params.num_blocks;
-  unit.projection = rest / params.num_blocks;
+  unit.block = blockIdx.x;
+  unit.split = blockIdx.y & ((1u << params.log2_splits) - 1);
+  unit.projection = blockIdx.y >> params.log2_splits;
   // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
   // counts on both.
-  unit.tile = params.rows.TileAt(tile);
+  unit.tile = params.rows.TileAt(blockIdx.z);
   if (unit.tile.rows == 0) return WaitForPreviousKernel();
   const DeviceMatrix matrix =
       params.rows.experts.segments[unit.tile.segment].matrices[params.first_projection + unit.projection];
-  if (unit.block * params.block_channels >= matrix.out_channels) return WaitForPreviousKernel();
+  if ((unit.block << (params.log2_tiles + 4)) >= matrix.out_channels) return WaitForPreviousKernel();
   RunSmallest<kSplitOperands, kGroups...>(params, matrix, unit, shared);
 }
 

@@ -13,11 +13,11 @@ __global__ void __launch_bounds__(kGemmThreads, 3) FewRows(const __grid_constant
 
 }  // namespace
 
-cudaError_t LaunchFewRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent) {
+cudaError_t LaunchFewRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent) {
   // Operands of one row as fp16 twice, and the row as fp32.
   const size_t shared_bytes =
       params.fused ? params.boundary.intermediate * (kGroupRows * 2 * sizeof(uint16_t) + sizeof(float)) : 0;
-  return Launch(FewRows, num_units, kGemmThreads, shared_bytes, stream, dependent, params);
+  return Launch(FewRows, grid, kGemmThreads, shared_bytes, stream, dependent, params);
 }
 
 }  // namespace espalier::cuda

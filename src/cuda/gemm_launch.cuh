@@ -15,12 +15,13 @@ namespace espalier::cuda {
 
 inline constexpr uint32_t TileGroups(RowClass row_class) { return row_class == RowClass::kFew ? 1 : 6; }
 
-cudaError_t LaunchFewRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent);
-cudaError_t LaunchManyRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent);
+// Grid: (blocks of output channels of the widest matrix, projections * splits, tiles).
+cudaError_t LaunchFewRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent);
+cudaError_t LaunchManyRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent);
 
 // Launches a kernel; `dependent`: its prologue may overlap the end of the kernel before (sm_90 and newer).
 template <typename... Params, typename... Args>
-cudaError_t Launch(void (*kernel)(Params...), uint64_t blocks, uint32_t threads, size_t shared_bytes,
+cudaError_t Launch(void (*kernel)(Params...), dim3 grid, uint32_t threads, size_t shared_bytes,
                    cudaStream_t stream, bool dependent, const Args&... args) {
   if (shared_bytes > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -31,7 +32,7 @@ cudaError_t Launch(void (*kernel)(Params...), uint64_t blocks, uint32_t threads,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

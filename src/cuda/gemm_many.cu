@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(kGemmThreads, 2) ManyRows(const __grid_constan
 
 }  // namespace
 
-cudaError_t LaunchManyRows(const GemmParams& params, uint64_t num_units, cudaStream_t stream, bool dependent) {
-  return Launch(ManyRows, num_units, kGemmThreads, 0, stream, dependent, params);
+cudaError_t LaunchManyRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent) {
+  return Launch(ManyRows, grid, kGemmThreads, 0, stream, dependent, params);
 }
 
 }  // namespace espalier::cuda

@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "cuda/boundary.cuh"
@@ -145,7 +146,9 @@ struct RotateParams {
   uint32_t num_rows = 0;
 };
 
-constexpr uint32_t kRowThreads = 512;
+// A block for one row: many threads make one row fast, few make many rows cheap.
+constexpr uint32_t kMaxRowThreads = 512;
+constexpr uint32_t kRowThreads = 128;
 
 // Four values of a row; `whole`: they may be read in one go.
 __device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole, uint32_t left) {
@@ -163,9 +166,9 @@ __device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t
 }
 
 // A block takes one row and one projection.
-__global__ void __launch_bounds__(kRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
+__global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
   extern __shared__ __align__(16) float row_values[];
-  __shared__ float shared[kRowThreads / 32];
+  __shared__ float shared[kMaxRowThreads / 32];
   WaitForPreviousKernel();
   AllowNextKernel();
   const uint32_t index = blockIdx.x / params.num_projections;
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(kRowThreads) RotateInputs(const __grid_constan
   const bool aligned = ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 7) == 0;
   float max_magnitude = 0;
 #pragma unroll 4
-  for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * kRowThreads) {
+  for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * blockDim.x) {
     const uint32_t left = channel < params.channels ? params.channels - channel : 0;
     float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
     const float4 suh = LoadVector(matrix.suh + channel);
@@ -358,7 +361,7 @@ class MoeChain {
                                .row_slots = At<uint32_t>(config_.row_slots),
                                .row_weights = At<float>(config_.row_weights)};
     // The first kernel follows whatever the caller ran before in the ordinary way.
-    return Launch(PackRoutes, 1, kPackThreads, 0, stream_, false, params);
+    return Launch(PackRoutes, dim3(1), kPackThreads, 0, stream_, false, params);
   }
 
   cudaError_t Rotate() {
@@ -378,7 +381,8 @@ class MoeChain {
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
     const uint64_t blocks = (direct_ ? groups_ : num_rows()) * projections();
-    return Launch(RotateInputs, blocks, kRowThreads, config_.hidden * sizeof(float), stream_, !direct_ && dependent(),
+    const uint32_t threads = direct_ ? kMaxRowThreads : kRowThreads;
+    return Launch(RotateInputs, dim3(Count(blocks)), threads, config_.hidden * sizeof(float), stream_, !direct_ && dependent(),
                   params);
   }
 
@@ -386,9 +390,8 @@ class MoeChain {
     const GemmParams params = {.rows = rows(),
                                .first_projection = first_projection(),
                                .num_projections = projections(),
-                               .block_channels = sums_.block_channels,
-                               .num_blocks = config_.intermediate / sums_.block_channels,
-                               .num_splits = sums_.splits,
+                               .log2_tiles = Log2(sums_.block_channels / kTileChannels),
+                               .log2_splits = Log2(sums_.splits),
                                .inputs = At<uint4>(config_.inputs),
                                .group_room = InputRoom(),
                                .projection_room = groups_ * InputRoom(),
@@ -398,9 +401,9 @@ class MoeChain {
                                .out_row = 2 * config_.intermediate,
                                .out_projection = config_.intermediate,
                                .out_split = Fc1Split()};
-    const uint64_t units = tiles_ * projections() * params.num_blocks * params.num_splits;
-    return few() ? LaunchFewRows(params, units, stream_, dependent())
-                 : LaunchManyRows(params, units, stream_, dependent());
+    const dim3 grid(config_.intermediate / sums_.block_channels, projections() * sums_.splits, Count(tiles_));
+    return few() ? LaunchFewRows(params, grid, stream_, dependent())
+                 : LaunchManyRows(params, grid, stream_, dependent());
   }
 
   BoundaryParams MakeBoundary() const {
@@ -425,7 +428,7 @@ class MoeChain {
                                    .group_room = MidRoom(),
                                    .mid_scales = At<float>(config_.mid_scales),
                                    .mid_sums = At<float>(config_.mid_sums)};
-    return Launch(Boundary, num_rows(), kBoundaryThreads, config_.intermediate * sizeof(float), stream_, dependent(),
+    return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, config_.intermediate * sizeof(float), stream_, dependent(),
                   params);
   }
 
@@ -433,9 +436,7 @@ class MoeChain {
     const GemmParams params = {.rows = rows(),
                                .first_projection = 2,
                                .num_projections = 1,
-                               .block_channels = kHadamardChannels,
-                               .num_blocks = config_.hidden / kHadamardChannels,
-                               .num_splits = 1,
+                               .log2_tiles = Log2(kHadamardChannels / kTileChannels),
                                .inputs = At<uint4>(config_.mids),
                                .group_room = MidRoom(),
                                .input_sums = At<float>(config_.mid_sums),
@@ -446,9 +447,9 @@ class MoeChain {
                                .input_scales = At<float>(config_.mid_scales),
                                .fused = direct_,
                                .boundary = MakeBoundary()};
-    const uint64_t units = tiles_ * params.num_blocks;
-    return few() ? LaunchFewRows(params, units, stream_, dependent())
-                 : LaunchManyRows(params, units, stream_, dependent());
+    const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(tiles_));
+    return few() ? LaunchFewRows(params, grid, stream_, dependent())
+                 : LaunchManyRows(params, grid, stream_, dependent());
   }
 
   cudaError_t LaunchCombine() {
@@ -464,7 +465,7 @@ class MoeChain {
                                   .y_stride = launch_.args.y_row_stride,
                                   .accumulate = launch_.args.accumulate};
     const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
-    return Launch(Combine, blocks * routes_.num_tokens, kCombineThreads, 0, stream_, groups_ > 0 && dependent(), params);
+    return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_, groups_ > 0 && dependent(), params);
   }
 
   RowSource rows() const {
@@ -479,6 +480,8 @@ class MoeChain {
             .row_slots = At<uint32_t>(config_.row_slots),
             .row_weights = At<float>(config_.row_weights)};
   }
+  static uint32_t Count(uint64_t count) { return static_cast<uint32_t>(count); }
+  static uint32_t Log2(uint32_t power_of_two) { return static_cast<uint32_t>(std::countr_zero(power_of_two)); }
   bool dependent() const { return launch_.limits.compute_capability >= 90; }
 
   const MoeLaunch& launch_;
