@@ -26,6 +26,7 @@ if(ESPALIER_HAS_CUDA)
                         "12.8 or newer (or -DESPALIER_CUDA=OFF)")
   endif()
   set(CMAKE_CUDA_STANDARD 20)
+  # CMake 3.25 does not know that nvcc has C++20; the flag itself is among those of our targets.
   set(CMAKE_CUDA_STANDARD_REQUIRED OFF)
   find_package(CUDAToolkit REQUIRED)
 endif()
