@@ -143,7 +143,7 @@ Result<void> ParseExecutor(const BenchOptions& options, Request& request) {
   if (options.mode.empty()) return {};
   const Result<CpuMode> mode = ParseMode("--mode", options.mode);
   if (!mode) return tl::unexpected(mode.error());
-  const std::string_view effective = is_forced ? forced : usual;
+  const std::string_view effective = is_forced ? std::string_view(forced) : std::string_view(usual);
   if (effective != "cpu") {
     return Error(StatusCode::kUsage,
                  fmt::format("--mode applies to the cpu executor, the executor is {}", effective));
