@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <vector>
 
+#include "base/file.h"
+
 namespace espalier::cli {
 namespace {
 
@@ -36,15 +38,20 @@ Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int
   return value;
 }
 
-Result<void> CheckDevice(std::string_view device) {
-  if (device == "cpu") return {};
-  const std::string_view index = device.starts_with("cuda:") ? device.substr(5) : std::string_view();
-  const bool indexed = !index.empty() && index.size() <= 4 &&
-                       std::all_of(index.begin(), index.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (device == "cuda" || indexed) {
-    return Error(StatusCode::kDevice, fmt::format("--device {}: this build has no CUDA; legal: cpu", device));
+Result<CpuMode> ParseMode(std::string_view option, std::string_view text) {
+  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
+    if (text == CpuModeName(mode)) return mode;
   }
-  return Error(StatusCode::kUsage, fmt::format("--device '{}': legal: cpu, cuda, cuda:INDEX", device));
+  return Error(StatusCode::kUsage, fmt::format("{} '{}': legal: exact, fast, int8", option, text));
+}
+
+Result<uint64_t> ParseSeed(std::string_view option, std::string_view text) {
+  uint64_t seed = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    return Error(StatusCode::kUsage, fmt::format("{} '{}': legal: 0 to 2^64 - 1", option, text));
+  }
+  return seed;
 }
 
 Result<void> CheckOutputPath(std::string_view option, const std::string& output,
@@ -71,6 +78,13 @@ Result<void> CheckOutputPath(std::string_view option, const std::string& output,
   }
   if (!input.empty()) inputs.emplace_back(input);
   return CheckOutputPath(option, output, inputs);
+}
+
+Result<void> WriteText(const std::string& path, const std::string& text) {
+  Result<AtomicFile> file = AtomicFile::Create(path);
+  if (!file) return tl::unexpected(file.error());
+  if (auto appended = file->Append(std::as_bytes(std::span(text))); !appended) return appended;
+  return file->Commit();
 }
 
 Json LayerId(const MoeLayer& layer) {

@@ -5,6 +5,7 @@
 #define ESPALIER_CLI_COMMAND_H_
 
 #include <espalier/checkpoint.h>
+#include <espalier/moe.h>
 #include <espalier/status.h>
 
 #include <CLI/CLI.hpp>
@@ -15,6 +16,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "output.h"
 #include "team.h"
@@ -28,6 +30,7 @@ inline constexpr int kExitUsage = 2;
 struct Invocation {
   Team& team;
   bool json = false;
+  std::vector<std::string> arguments = {};  // as the caller gave them
   bool for_teams = false;                   // may be run by several processes
   std::function<Result<int>(Output&)> run;  // gives kExitOk or kExitCheckFailed
 };
@@ -40,6 +43,7 @@ void AddDecode(CLI::App& app, Invocation& invocation);
 void AddRun(CLI::App& app, Invocation& invocation);
 void AddVerify(CLI::App& app, Invocation& invocation);
 void AddCompare(CLI::App& app, Invocation& invocation);
+void AddBench(CLI::App& app, Invocation& invocation);
 
 // A subcommand with --json and an example under its help.
 CLI::App* AddCommand(CLI::App& app, Invocation& invocation, const std::string& name,
@@ -50,8 +54,11 @@ CLI::App* AddCommand(CLI::App& app, Invocation& invocation, const std::string& n
 Result<int64_t> ParseInteger(std::string_view option, std::string_view text, int64_t minimum,
                              int64_t maximum);
 
-// "cpu" passes. Errors: kDevice for "cuda" and "cuda:i" in a build without CUDA, kUsage otherwise.
-Result<void> CheckDevice(std::string_view device);
+// "exact", "fast", "int8". Error: kUsage.
+Result<CpuMode> ParseMode(std::string_view option, std::string_view text);
+
+// Error: kUsage.
+Result<uint64_t> ParseSeed(std::string_view option, std::string_view text);
 
 // An output must not replace what it is made from. `inputs` that do not exist are passed over. Error: kUsage.
 Result<void> CheckOutputPath(std::string_view option, const std::string& output,
@@ -59,6 +66,9 @@ Result<void> CheckOutputPath(std::string_view option, const std::string& output,
 // The same for all files of a checkpoint, its configs included, and one input more.
 Result<void> CheckOutputPath(std::string_view option, const std::string& output, const Checkpoint& checkpoint,
                              const std::string& input = "");
+
+// A whole file, or none. Error: kIo.
+Result<void> WriteText(const std::string& path, const std::string& text);
 
 // What JSON calls a layer: its number in the primary group, else its label.
 Json LayerId(const MoeLayer& layer);

@@ -2,6 +2,7 @@
 //
 // espalier doctor: what this binary is and what the machine offers it.
 #include <espalier/backend.h>
+#include <espalier/device.h>
 #include <espalier/version.h>
 #include <openssl/crypto.h>
 #include <simdjson.h>
@@ -11,7 +12,6 @@
 #endif
 
 #include <cstdlib>
-#include <fstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +19,7 @@
 #include "base/parallel.h"
 #include "command.h"
 #include "dist/world.h"
+#include "machine.h"
 
 namespace espalier::cli {
 namespace {
@@ -31,16 +32,6 @@ std::string CompilerText() {
 #else
   return "g++ " __VERSION__;
 #endif
-}
-
-// The kernel's name for the CPU, or the architecture's where it gives none.
-std::string CpuModel() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    const size_t colon = line.find(": ");
-    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
-  }
-  return ESPALIER_ARCHITECTURE;
 }
 
 struct CpuFeature {
@@ -75,11 +66,46 @@ std::string TbbText() {
 #endif
 }
 
-// The executor that runs when none is asked for: ESPALIER_FORCE_BACKEND, else the best.
+// What runs CUDA here, or why nothing does.
+std::string CudaText(const Result<std::vector<DeviceInfo>>& devices) {
+  if (CudaRuntimeVersion() == 0) return std::string(kNotInThisBuild);
+  const std::string runtime = CudaVersionText(CudaRuntimeVersion());
+  if (!devices) return fmt::format("{}; {}", runtime, devices.error().message());
+  return fmt::format("{}; the driver runs {}", runtime, CudaVersionText(devices->front().driver_version));
+}
+
+Json DevicesJson(const Result<std::vector<DeviceInfo>>& devices) {
+  Json json = Json::array();
+  if (!devices) return json;
+  for (const DeviceInfo& info : *devices) {
+    json.push_back({{"index", info.index},
+                    {"name", info.name},
+                    {"compute_capability", info.compute_capability},
+                    {"sms", info.num_sms},
+                    {"memory_bytes", info.memory_bytes},
+                    {"l2_bytes", info.l2_bytes},
+                    {"clock_mhz", info.clock_mhz}});
+  }
+  return json;
+}
+
+void PrintDevices(const Result<std::vector<DeviceInfo>>& devices, Output& output) {
+  if (!devices) return;
+  for (const DeviceInfo& info : *devices) {
+    output.Print("gpu            cuda:{}     {}, compute capability {}.{}, {} SMs, {}, up to {} MHz\n",
+                 info.index, info.name, info.compute_capability / 10, info.compute_capability % 10,
+                 info.num_sms, BytesText(info.memory_bytes), info.clock_mhz);
+  }
+}
+
+// The executor that runs on the host when none is asked for: ESPALIER_FORCE_BACKEND, else the best.
 Result<const Backend*> ChosenBackend() {
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
   if (forced != nullptr && *forced != '\0') return BackendByName(forced);
-  return Backends().front();
+  for (const Backend* backend : Backends()) {
+    if (backend->device_type() == DeviceType::kCpu) return backend;
+  }
+  return Backends().back();
 }
 
 std::string MpiText() {
@@ -96,13 +122,14 @@ Result<int> Doctor(Output& output) {
     features[feature.name] = feature.present;
     if (feature.present) present += (present.empty() ? "" : " ") + std::string(feature.name);
   }
+  const Result<std::vector<DeviceInfo>> devices = CudaDevices();
   Json backends = Json::array();
   const std::string fmt_version =
       fmt::format("{}.{}.{}", FMT_VERSION / 10000, FMT_VERSION / 100 % 100, FMT_VERSION % 100);
 
-  output.Print("espalier       {} ({})\n", ESPALIER_VERSION, ESPALIER_COMMIT);
+  output.Print("espalier       {} ({})\n", ESPALIER_VERSION, BuildCommit());
   output.Print("compiler       {}, {}\n", CompilerText(), ESPALIER_BUILD_TYPE);
-  output.Print("cpu            {}, {}\n", CpuModel(), ESPALIER_ARCHITECTURE);
+  output.Print("cpu            {}, {}\n", CpuModel(), Architecture());
   output.Print("cpu features   {}\n", present.empty() ? "none that matter here" : present);
   output.Print("threads        {}\n", HardwareThreads());
   for (const Backend* backend : Backends()) {
@@ -111,40 +138,42 @@ Result<int> Doctor(Output& output) {
     backends.push_back(
         {{"name", backend->name()}, {"description", backend->description()}, {"chosen", backend == *chosen}});
   }
-  output.Print("cuda           {}\n", kNotInThisBuild);
+  output.Print("cuda           {}\n", CudaText(devices));
+  PrintDevices(devices, output);
   output.Print("mpi            {}\n", MpiText());
   output.Print("nccl           {}\n", ESPALIER_NCCL);
   output.Print("libraries      simdjson {} ({}), fmt {}, {}, oneTBB {}\n",
                SIMDJSON_STRINGIFY(SIMDJSON_VERSION), simdjson::get_active_implementation()->name(),
                fmt_version, OpenSSL_version(OPENSSL_VERSION), TbbText());
 
-  output.Document(
-      {{"schema", "espalier.doctor/1"},
-       {"version", ESPALIER_VERSION},
-       {"commit", ESPALIER_COMMIT},
-       {"compiler", CompilerText()},
-       {"build_type", ESPALIER_BUILD_TYPE},
-       {"cpu", {{"model", CpuModel()}, {"architecture", ESPALIER_ARCHITECTURE}, {"features", features}}},
-       {"threads", HardwareThreads()},
-       {"backends", backends},
-       {"cuda", kNotInThisBuild},
-       {"mpi", MpiText()},
-       {"nccl", ESPALIER_NCCL},
-       {"libraries",
-        {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
-         {"simdjson_kernel", simdjson::get_active_implementation()->name()},
-         {"fmt", fmt_version},
-         {"openssl", OpenSSL_version(OPENSSL_VERSION)},
-         {"tbb", TbbText()}}}});
+  output.Document({{"schema", "espalier.doctor/1"},
+                   {"version", ESPALIER_VERSION},
+                   {"commit", BuildCommit()},
+                   {"compiler", CompilerText()},
+                   {"build_type", ESPALIER_BUILD_TYPE},
+                   {"cpu", {{"model", CpuModel()}, {"architecture", Architecture()}, {"features", features}}},
+                   {"threads", HardwareThreads()},
+                   {"backends", backends},
+                   {"cuda", CudaText(devices)},
+                   {"cuda_devices", DevicesJson(devices)},
+                   {"mpi", MpiText()},
+                   {"nccl", ESPALIER_NCCL},
+                   {"libraries",
+                    {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
+                     {"simdjson_kernel", simdjson::get_active_implementation()->name()},
+                     {"fmt", fmt_version},
+                     {"openssl", OpenSSL_version(OPENSSL_VERSION)},
+                     {"tbb", TbbText()}}}});
   return kExitOk;
 }
 
 }  // namespace
 
 void AddDoctor(CLI::App& app, Invocation& invocation) {
-  CLI::App* command = AddCommand(app, invocation, "doctor", "Show the build, the CPU and the executors",
-                                 "Example:\n"
-                                 "  espalier doctor --json\n");
+  CLI::App* command =
+      AddCommand(app, invocation, "doctor", "Show the build, the CPU, the GPUs and the executors",
+                 "Example:\n"
+                 "  espalier doctor --json\n");
   command->callback([&invocation] {
     invocation.for_teams = true;
     invocation.run = [](Output& output) { return Doctor(output); };

@@ -104,7 +104,8 @@ class HeaderWriter {
   uint64_t end_ = 0;
 };
 
-MadeText MakeShard(const Geometry& geometry, int bits) {
+MadeText MakeShard(const Geometry& geometry, std::span<const int> bits, Codebook codebook) {
+  const std::string_view marker = AllCodebooks()[static_cast<size_t>(codebook)].marker_tensor;
   HeaderWriter header;
   for (uint64_t expert = 0; expert < geometry.experts; ++expert) {
     for (int p = 0; p < kNumProjections; ++p) {
@@ -112,14 +113,14 @@ MadeText MakeShard(const Geometry& geometry, int bits) {
       const bool down = projection == Projection::kDown;
       const uint64_t in = down ? geometry.intermediate_channels : geometry.hidden_channels;
       const uint64_t out = down ? geometry.hidden_channels : geometry.intermediate_channels;
-      const auto tile_codes = static_cast<uint64_t>(kTileChannels) * static_cast<uint64_t>(bits);
+      const auto tile_codes = static_cast<uint64_t>(kTileChannels) * static_cast<uint64_t>(bits[expert]);
       const std::string name =
           fmt::format("model.layers.0.mlp.experts.{}.{}_proj", expert, ProjectionName(projection));
       header.Add(name + ".trellis", "I16", {in / kTileChannels, out / kTileChannels, tile_codes},
-                 in * out / 8 * static_cast<uint64_t>(bits));
+                 in * out / 8 * static_cast<uint64_t>(bits[expert]));
       header.Add(name + ".suh", "F16", {in}, in * 2);
       header.Add(name + ".svh", "F16", {out}, out * 2);
-      header.Add(name + ".mcg", "I32", {}, 4);
+      if (!marker.empty()) header.Add(fmt::format("{}.{}", name, marker), "I32", {}, 4);
     }
   }
   return header.Take();
@@ -149,8 +150,9 @@ Result<const Geometry*> FindGeometry(std::string_view name) {
   return Error(StatusCode::kUsage, fmt::format("--geometry '{}': legal: {}", name, names));
 }
 
-Result<Checkpoint> OpenGeometry(const Geometry& geometry, int bits) {
-  MadeFileSystem files({{kConfigName, MakeConfig(geometry)}, {kShardName, MakeShard(geometry, bits)}});
+Result<Checkpoint> OpenGeometry(const Geometry& geometry, std::span<const int> bits, Codebook codebook) {
+  MadeFileSystem files(
+      {{kConfigName, MakeConfig(geometry)}, {kShardName, MakeShard(geometry, bits, codebook)}});
   // The open files own their text and are all that the checkpoint keeps using.
   return Checkpoint::Open(files.directory(), {.file_system = &files});
 }

@@ -28,9 +28,9 @@ std::span<const Geometry> Geometries();
 // Error: kUsage with the names there are.
 Result<const Geometry*> FindGeometry(std::string_view name);
 
-// One layer, "0", every matrix at `bits`, codebook mcg. Its tensors have places and no bytes. REQUIRES: 1 to
-// 8 bits.
-Result<Checkpoint> OpenGeometry(const Geometry& geometry, int bits);
+// One layer, "0", with the bits of every expert. Its tensors have places and no bytes. REQUIRES: 1 to 8 bits,
+// as many as experts.
+Result<Checkpoint> OpenGeometry(const Geometry& geometry, std::span<const int> bits, Codebook codebook);
 
 }  // namespace espalier::cli
 

@@ -94,6 +94,7 @@ void AddCommands(CLI::App& app, Invocation& invocation) {
   AddDecode(app, invocation);
   AddRun(app, invocation);
   AddVerify(app, invocation);
+  AddBench(app, invocation);
   AddCompare(app, invocation);
 }
 
@@ -119,7 +120,11 @@ Result<void> CheckValues(const CLI::App& app) {
 Result<int> ParseAndRun(std::span<char* const> arguments, Team& team, Output& output) {
   if (Result<void> same = team.CheckArguments(arguments); !same) return tl::unexpected(same.error());
   CLI::App app("Runs, checks and shows mixture-of-experts models stored as EXL3 trellis codes.");
-  Invocation invocation{.team = team, .json = false, .for_teams = false, .run = {}};
+  Invocation invocation{.team = team,
+                        .json = false,
+                        .arguments = {arguments.begin(), arguments.end()},
+                        .for_teams = false,
+                        .run = {}};
   AddCommands(app, invocation);
   const std::string problem = CommandProblem(app, arguments);
   if (!problem.empty()) return Error(StatusCode::kUsage, problem);

@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -17,6 +16,8 @@
 #include "base/half.h"
 #include "base/sha256.h"
 #include "checkpoint/safetensors.h"
+#include "device_run.h"
+#include "random.h"
 
 namespace espalier::cli {
 namespace {
@@ -95,68 +96,6 @@ Result<void> CheckInputShapes(const std::string& path, const TensorInfo& x, cons
   }
   return {};
 }
-
-// SplitMix64: 64 well mixed bits per step from any seed.
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed) {}
-
-  uint64_t Next() {
-    state_ += 0x9E3779B97F4A7C15u;
-    uint64_t z = state_;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-  }
-
-  // [0, 1), a multiple of 2^-53.
-  double Uniform() { return static_cast<double>(Next() >> 11) * 0x1p-53; }
-
-  // [0, limit); the bias of 2^-64 * limit does not matter here.
-  uint32_t Below(uint32_t limit) { return static_cast<uint32_t>(Uniform() * limit); }
-
-  // N(0, 1) by Marsaglia's polar form of Box-Muller, whose only transcendental is a logarithm.
-  double Normal() {
-    if (spare_ready_) {
-      spare_ready_ = false;
-      return spare_;
-    }
-    double u = 0;
-    double v = 0;
-    double s = 0;
-    do {
-      u = 2 * Uniform() - 1;
-      v = 2 * Uniform() - 1;
-      s = u * u + v * v;
-    } while (s >= 1 || s == 0);
-    const double factor = std::sqrt(-2 * NaturalLog(s) / s);
-    spare_ = v * factor;
-    spare_ready_ = true;
-    return u * factor;
-  }
-
- private:
-  // ln x by ln((1+t)/(1-t)) = 2 (t + t^3/3 + ...). Only operations that IEEE 754 rounds alike
-  // everywhere: the log() of two C libraries, or of one on two CPUs, may differ in the last bit.
-  static double NaturalLog(double x) {
-    constexpr double kLn2 = 0.693147180559945309417;
-    int exponent = 0;
-    const double mantissa = std::frexp(x, &exponent);  // [0.5, 1)
-    const double t = (mantissa - 1) / (mantissa + 1);  // (-1/3, 0]
-    double power = t;
-    double sum = 0;
-    // (1/3)^35 / 35 is below 2^-60.
-    for (int n = 1; n <= 35; n += 2) {
-      sum += power / n;
-      power *= t * t;
-    }
-    return 2 * sum + exponent * kLn2;
-  }
-
-  uint64_t state_;
-  double spare_ = 0;
-  bool spare_ready_ = false;
-};
 
 // top_k distinct experts: the head of a shuffle, redone for every token.
 void DrawExperts(Random& random, uint32_t top_k, std::vector<uint32_t>& deck, int32_t* ids) {
@@ -244,6 +183,30 @@ struct RunTarget {
   std::optional<RankPlan> place;  // of this process
 };
 
+// Runs `args`, whose arrays are on the host, where the plan's package is. Gives the seconds of the run.
+Result<double> RunWhereItIs(const MoePlan& plan, const PreparedExperts& experts, MoeArgs args) {
+  const auto seconds_since = [](std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  if (plan.options().device.is_host()) {
+    Result<HostBuffer> workspace = HostBuffer::Create(plan.workspace_bytes());
+    if (!workspace) return tl::unexpected(workspace.error());
+    args.workspace = workspace->data();
+    args.workspace_bytes = workspace->size_bytes();
+    const auto start = std::chrono::steady_clock::now();
+    if (auto run = RunMoe(plan, experts, args); !run) return tl::unexpected(run.error());
+    return seconds_since(start);
+  }
+  const Result<DeviceMoeCall> call = DeviceMoeCall::Create(plan, args);
+  if (!call) return tl::unexpected(call.error());
+  const auto start = std::chrono::steady_clock::now();
+  if (auto run = call->Run(plan, experts); !run) return tl::unexpected(run.error());
+  if (auto done = call->stream().Synchronize(); !done) return tl::unexpected(done.error());
+  const double seconds = seconds_since(start);
+  if (auto copied = call->Finish(args.y); !copied) return tl::unexpected(copied.error());
+  return seconds;
+}
+
 // One run into result.y, which is large enough. Sets the executor, adds the time.
 Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                      CpuMode mode, const RunTarget& target, MoeOutput& result) {
@@ -253,14 +216,13 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   options.id_type = input.id_type;
   options.input = input.dtype;
   options.output = target.output;
-  options.checked_ids = true;
+  options.device = experts.device();
+  options.checked_ids = options.device.is_host();  // for a GPU, before they go there
   options.executor = executor;
   options.mode = mode;
   options.place = target.place;
   const Result<MoePlan> plan = MoePlan::Create(experts, options);
   if (!plan) return tl::unexpected(plan.error());
-  Result<HostBuffer> workspace = HostBuffer::Create(plan->workspace_bytes());
-  if (!workspace) return tl::unexpected(workspace.error());
   const uint64_t hidden = experts.geometry().hidden_channels;
 
   MoeArgs args;
@@ -276,12 +238,9 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   args.y = result.y.data();
   args.y_row_stride = hidden;
   args.accumulate = target.accumulate;
-  args.workspace = workspace->data();
-  args.workspace_bytes = workspace->size_bytes();
-  const auto start = std::chrono::steady_clock::now();
-  if (Result<void> run = RunMoe(*plan, experts, args); !run) return tl::unexpected(run.error());
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  result.seconds += elapsed.count();
+  const Result<double> seconds = RunWhereItIs(*plan, experts, args);
+  if (!seconds) return tl::unexpected(seconds.error());
+  result.seconds += *seconds;
   result.executor = std::string(plan->backend().name());
   return {};
 }

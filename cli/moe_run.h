@@ -49,7 +49,8 @@ struct MoeOutput {
   std::string executor;  // what ran
 };
 
-// One run with checked ids. `output` is kF32, or kF64 for the reference.
+// One run with checked ids, on the device of the package; seconds are those of the run alone. `output` is
+// kF32, or kF64 for the reference.
 Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input, const std::string& executor,
                            CpuMode mode, Dtype output);
 

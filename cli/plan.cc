@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "base/file.h"
 #include "command.h"
 #include "geometry.h"
 #include "plan_svg.h"
@@ -108,7 +107,8 @@ Result<Checkpoint> OpenSource(const PlanOptions& options, const Request& request
   if (options.geometry.empty()) return Checkpoint::Open(options.checkpoint);
   const Result<const Geometry*> geometry = FindGeometry(options.geometry);
   if (!geometry) return tl::unexpected(geometry.error());
-  return OpenGeometry(**geometry, request.bits);
+  const std::vector<int> bits((*geometry)->experts, request.bits);
+  return OpenGeometry(**geometry, bits, Codebook::kMcg);
 }
 
 struct Planned {
@@ -392,13 +392,6 @@ void Print(const Planned& planned, const std::string& name, Output& output) {
                  *tokens == kMaxPlanTokens ? ", the most that any plan takes" : "",
                  *tokens < planned.max_tokens ? ", fewer than asked for" : "");
   }
-}
-
-Result<void> WriteText(const std::string& path, const std::string& text) {
-  Result<AtomicFile> file = AtomicFile::Create(path);
-  if (!file) return tl::unexpected(file.error());
-  if (auto appended = file->Append(std::as_bytes(std::span(text))); !appended) return appended;
-  return file->Commit();
 }
 
 // Of the sizes at which every rank owns something, those at which all own the same.

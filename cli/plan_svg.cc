@@ -2,13 +2,13 @@
 #include "plan_svg.h"
 
 #include <fmt/format.h>
-#include <simdjson.h>
 
 #include <algorithm>
 #include <cmath>
 #include <iterator>
 
 #include "output.h"
+#include "svg.h"
 
 namespace espalier::cli {
 namespace {
@@ -34,63 +34,16 @@ std::string ColorOf(int rank) {
   return fmt::format("#{:02x}{:02x}{:02x}", channel(0), channel(8), channel(4));
 }
 
-// What XML takes: UTF-8 without control characters and U+FFFE, U+FFFF. Everything else becomes '?'.
-std::string Escaped(std::string_view text) {
-  const bool valid = simdjson::validate_utf8(text.data(), text.size()) &&
-                     text.find("\xEF\xBF\xBE") == text.npos && text.find("\xEF\xBF\xBF") == text.npos;
-  std::string escaped;
-  for (char c : Printable(text)) {
-    if (!valid && static_cast<unsigned char>(c) >= 0x80) c = '?';
-    switch (c) {
-      case '&':
-        escaped += "&amp;";
-        break;
-      case '<':
-        escaped += "&lt;";
-        break;
-      case '>':
-        escaped += "&gt;";
-        break;
-      case '"':
-        escaped += "&quot;";
-        break;
-      default:
-        escaped += c;
-    }
-  }
-  return escaped;
+void DrawBand(Drawing& drawing, double x, double y, double width, const std::string& color,
+              std::string_view title) {
+  drawing.Box(x, y, std::max(width - 0.5, 0.2), kBand, color, title);
 }
 
-class Drawing {
- public:
-  void Text(double x, double y, std::string_view text, std::string_view anchor = "start") {
-    body_ += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, y, anchor,
-                         Escaped(text));
-  }
-  void Box(double x, double y, double width, const std::string& color, std::string_view title) {
-    body_ += fmt::format(
-        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.0f}\" "
-        "fill=\"{}\"><title>{}</title></rect>\n",
-        x, y, std::max(width - 0.5, 0.2), kBand, color, Escaped(title));
-  }
-  // The number of an owner, where there is room for it.
-  void Mark(double x, double y, double width, size_t owner) {
-    if (width < kMinMarkedWidth) return;
-    body_ += fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\" fill=\"#222\">{}</text>\n",
-                         x + width / 2, y + kBand - 3, owner);
-  }
-  std::string Finish(double height) const {
-    return fmt::format(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 "
-        "{0:.0f} "
-        "{1:.0f}\" font-family=\"sans-serif\" font-size=\"11\" fill=\"#555\">\n"
-        "<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n{2}</svg>\n",
-        kLeft + kWidth + 110, height, body_);
-  }
-
- private:
-  std::string body_;
-};
+// The number of an owner, where there is room for it.
+void DrawOwner(Drawing& drawing, double x, double y, double width, size_t owner) {
+  if (width < kMinMarkedWidth) return;
+  drawing.Text(x + width / 2, y + kBand - 3, std::to_string(owner), "middle", "#222");
+}
 
 double DrawLayers(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing& drawing, double y) {
   drawing.Text(kLeft, y, "intermediate channels, by layer and tensor-parallel rank");
@@ -102,13 +55,13 @@ double DrawLayers(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing&
     for (size_t rank = 0; rank < layer.ranks.size(); ++rank) {
       const RankExtent& extent = layer.ranks[rank];
       if (extent.channels == 0) continue;
-      drawing.Box(kLeft + static_cast<double>(extent.first_channel) * scale, y,
-                  static_cast<double>(extent.channels) * scale, ColorOf(static_cast<int>(rank)),
-                  fmt::format("layer {}, tp rank {}: channels {} to {} ({}), {}", info.label, rank,
-                              extent.first_channel, extent.first_channel + extent.channels - 1,
-                              extent.channels, BytesText(extent.weight_bytes)));
-      drawing.Mark(kLeft + static_cast<double>(extent.first_channel) * scale, y,
-                   static_cast<double>(extent.channels) * scale, rank);
+      DrawBand(drawing, kLeft + static_cast<double>(extent.first_channel) * scale, y,
+               static_cast<double>(extent.channels) * scale, ColorOf(static_cast<int>(rank)),
+               fmt::format("layer {}, tp rank {}: channels {} to {} ({}), {}", info.label, rank,
+                           extent.first_channel, extent.first_channel + extent.channels - 1, extent.channels,
+                           BytesText(extent.weight_bytes)));
+      DrawOwner(drawing, kLeft + static_cast<double>(extent.first_channel) * scale, y,
+                static_cast<double>(extent.channels) * scale, rank);
     }
     y += kBand + kGap;
   }
@@ -123,10 +76,10 @@ double DrawExperts(const Checkpoint& checkpoint, const ExtentPlan& plan, Drawing
   for (int ep = 0; ep < plan.ep(); ++ep) {
     const ExpertRange range = plan.Experts(0, ep);
     if (range.experts == 0) continue;
-    drawing.Box(kLeft + range.first_expert * scale, y, range.experts * scale, ColorOf(ep * plan.tp()),
-                fmt::format("ep rank {}: experts {} to {}", ep, range.first_expert,
-                            range.first_expert + range.experts - 1));
-    drawing.Mark(kLeft + range.first_expert * scale, y, range.experts * scale, static_cast<size_t>(ep));
+    DrawBand(drawing, kLeft + range.first_expert * scale, y, range.experts * scale, ColorOf(ep * plan.tp()),
+             fmt::format("ep rank {}: experts {} to {}", ep, range.first_expert,
+                         range.first_expert + range.experts - 1));
+    DrawOwner(drawing, kLeft + range.first_expert * scale, y, range.experts * scale, static_cast<size_t>(ep));
   }
   return y + kBand + kGap;
 }
@@ -141,8 +94,8 @@ double DrawBytes(const ExtentPlan& plan, std::span<const RankMemory> memory, Dra
     const uint64_t bytes = memory[rank].slab_bytes;
     const double width = kWidth * static_cast<double>(bytes) / static_cast<double>(most);
     drawing.Text(kLeft - 6, y + kBand - 3, fmt::format("rank {}", rank), "end");
-    drawing.Box(kLeft, y, width, ColorOf(static_cast<int>(rank) % plan.tp()),
-                fmt::format("rank {}: {}", rank, BytesText(bytes)));
+    DrawBand(drawing, kLeft, y, width, ColorOf(static_cast<int>(rank) % plan.tp()),
+             fmt::format("rank {}: {}", rank, BytesText(bytes)));
     drawing.Text(kLeft + width + 6, y + kBand - 3, BytesText(bytes));
     y += kBand + kGap;
   }
@@ -163,7 +116,7 @@ std::string PlanSvg(const std::string& name, const Checkpoint& checkpoint, const
   y = DrawLayers(checkpoint, plan, drawing, y + kLine);
   y = DrawExperts(checkpoint, plan, drawing, y);
   y = DrawBytes(plan, memory, drawing, y);
-  return drawing.Finish(y + kMargin);
+  return drawing.Finish(kLeft + kWidth + 110, y + kMargin);
 }
 
 }  // namespace espalier::cli

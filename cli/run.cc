@@ -5,7 +5,6 @@
 #include <espalier/extent_plan.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 
 #include "checkpoint/safetensors.h"
 #include "command.h"
+#include "device_run.h"
 #include "moe_run.h"
 #include "team.h"
 
@@ -31,7 +31,7 @@ struct RunOptions {
   std::string output;
   std::string tokens = "4";
   std::string seed = "1";
-  std::string device = "cpu";
+  std::string device;  // empty: what the executor runs on
   std::string executor;
   std::string mode;
 };
@@ -39,23 +39,8 @@ struct RunOptions {
 struct Executor {
   std::string name;  // empty: what ESPALIER_FORCE_BACKEND names
   CpuMode mode = CpuMode::kExact;
+  Device device = {};
 };
-
-Result<CpuMode> ParseMode(std::string_view text) {
-  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
-    if (text == CpuModeName(mode)) return mode;
-  }
-  return Error(StatusCode::kUsage, fmt::format("--mode '{}': legal: exact, fast, int8", text));
-}
-
-Result<uint64_t> ParseSeed(std::string_view text) {
-  uint64_t seed = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    return Error(StatusCode::kUsage, fmt::format("--seed '{}': legal: 0 to 2^64 - 1", text));
-  }
-  return seed;
-}
 
 Result<Executor> ChooseExecutor(const RunOptions& options) {
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
@@ -63,14 +48,14 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
   std::string_view effective = options.executor;
   if (options.executor.empty()) {
     const bool is_forced = forced != nullptr && *forced != '\0';
-    if (!is_forced) executor.name = "cpu";
-    effective = is_forced ? std::string_view(forced) : "cpu";
+    if (!is_forced) executor.name = options.device.starts_with("cuda") ? "cuda" : "cpu";
+    effective = is_forced ? std::string_view(forced) : executor.name;
   }
   if (effective != "reference" && effective != "cpu" && effective != "cuda") {
     return Error(StatusCode::kUsage, fmt::format("--executor '{}': legal: reference, cpu, cuda", effective));
   }
   if (!options.mode.empty()) {
-    const Result<CpuMode> mode = ParseMode(options.mode);
+    const Result<CpuMode> mode = ParseMode("--mode", options.mode);
     if (!mode) return tl::unexpected(mode.error());
     if (effective != "cpu") {
       return Error(StatusCode::kUsage,
@@ -78,9 +63,16 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
     }
     executor.mode = *mode;
   }
-  if (effective == "cuda") {
-    return Error(StatusCode::kDevice, "--executor cuda: this build has no CUDA; legal: reference, cpu");
+  const bool on_gpu = effective == "cuda";
+  const std::string device = options.device.empty() ? (on_gpu ? "cuda" : "cpu") : options.device;
+  const Result<Device> found =
+      FindDevice(options.device.empty() && on_gpu ? "--executor" : "--device", device);
+  if (!found) return tl::unexpected(found.error());
+  if (found->is_host() == on_gpu) {
+    return Error(StatusCode::kUsage, fmt::format("--device {}: the executor is {}, which runs on {}", device,
+                                                 effective, on_gpu ? "a GPU" : "the host"));
   }
+  executor.device = *found;
   return executor;
 }
 
@@ -133,7 +125,7 @@ Result<MoeInput> MakeInput(const RunOptions& options, const ModelConfig& config,
   if (!options.input.empty()) return ReadMoeInput(options.input, layer.valid_hidden_channels);
   const Result<int64_t> tokens = ParseInteger("--tokens", options.tokens, 0, kMaxPlanTokens);
   if (!tokens) return tl::unexpected(tokens.error());
-  const Result<uint64_t> seed = ParseSeed(options.seed);
+  const Result<uint64_t> seed = ParseSeed("--seed", options.seed);
   if (!seed) return tl::unexpected(seed.error());
   const uint64_t wanted = config.top_k != 0 ? config.top_k : 2;
   const RandomInputSize size{
@@ -169,6 +161,7 @@ Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, 
                           const Ranks& ranks, const MoeInput& input, const Executor& executor,
                           LoadOptions load) {
   Progress progress("loading");
+  load.device = executor.device;
   load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
   const uint64_t hidden = checkpoint.layers()[layer].valid_hidden_channels;
   Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * sizeof(float));
@@ -201,7 +194,6 @@ Result<void> SumOverTeam(Team& team, MoeOutput& output) {
 }
 
 Result<void> CheckOptions(const RunOptions& options) {
-  if (Result<void> device = CheckDevice(options.device); !device) return device;
   if (!options.activation.empty()) {
     if (Result<Activation> activation = ParseActivation(options.activation); !activation) {
       return tl::unexpected(activation.error());
@@ -211,14 +203,15 @@ Result<void> CheckOptions(const RunOptions& options) {
 }
 
 void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, const LayerRun& run,
-            CpuMode mode, const std::string& path, Output& output) {
+            const Executor& executor, const std::string& path, Output& output) {
   const MoeOutput& result = run.output;
   const bool has_mode = result.executor == "cpu";
   const std::string activation = ActivationText(run.activation);
   output.Print("layer {}: {} tokens, top-{}, {} experts, {}\n", layer.label, input.tokens, input.top_k,
                layer.experts, activation);
-  output.Print("executor {}{}{}, {:.6f} s\n", result.executor, has_mode ? " " : "",
-               has_mode ? CpuModeName(mode) : "", result.seconds);
+  const std::string where = executor.device.is_host() ? "" : " on " + DeviceText(executor.device);
+  output.Print("executor {}{}{}{}, {:.6f} s\n", result.executor, has_mode ? " " : "",
+               has_mode ? CpuModeName(executor.mode) : "", where, result.seconds);
   const int num_ranks = ranks.count * ranks.processes;
   if (num_ranks > 1) {
     output.Print("sum over {} ranks{}: tp {}, ep {}\n", num_ranks,
@@ -236,7 +229,8 @@ void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, co
                    {"top_k", input.top_k},
                    {"activation", activation},
                    {"executor", result.executor},
-                   {"mode", has_mode ? Json(CpuModeName(mode)) : Json()},
+                   {"mode", has_mode ? Json(CpuModeName(executor.mode)) : Json()},
+                   {"device", DeviceText(executor.device)},
                    {"seconds", result.seconds},
                    {"tp", ranks.tp},
                    {"ep", ranks.ep},
@@ -289,7 +283,7 @@ Result<int> Run(const RunOptions& options, Team& team, Output& output) {
       return tl::unexpected(written.error());
     }
   }
-  Report(layer, *ranks, *input, *run, executor->mode, options.output, output);
+  Report(layer, *ranks, *input, *run, *executor, options.output, output);
   return kExitOk;
 }
 
@@ -316,9 +310,11 @@ void AddRun(CLI::App& app, Invocation& invocation) {
   command->add_option(
       "--activation", options->activation,
       "silu, gelu, relu2, situ:BETA,LINEAR_BETA or swiglu-oai[:LIMIT] instead of the config's");
-  command->add_option("--executor", options->executor, "reference, cpu or cuda; cpu by default");
+  command->add_option("--executor", options->executor,
+                      "reference, cpu or cuda; cpu by default, cuda on a GPU");
   command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
-  command->add_option("--device", options->device, "cpu or cuda[:INDEX]")->capture_default_str();
+  command->add_option("--device", options->device,
+                      "cpu or cuda[:INDEX]; cpu by default, cuda for the cuda executor");
   command
       ->add_option(
           "--tp", options->tp,

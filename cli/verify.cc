@@ -18,6 +18,8 @@
 #include <vector>
 
 #include "command.h"
+#include "device_run.h"
+#include "gates.h"
 #include "metrics.h"
 #include "moe_run.h"
 #include "vector_check.h"
@@ -157,26 +159,6 @@ Result<void> CheckFiles(const Checkpoint& checkpoint, bool hash, Report& report)
   return {};
 }
 
-// Bounds on the error against the reference, by what an executor rounds.
-struct Gate {
-  double max_rel_l2;
-  double min_cosine;
-};
-
-Gate GateOf(const Backend& backend, CpuMode mode, const PreparedExperts& experts) {
-  if (backend.name() == "cuda") {
-    return experts.geometry().activation.limit > 0 ? Gate{2e-3, 0.999995} : Gate{1e-3, 0.999999};
-  }
-  if (mode == CpuMode::kExact) return {2e-6, 0};
-  if (mode == CpuMode::kInt8) return {2.5e-2, 0.9997};
-  const bool integers =
-      std::all_of(experts.segments().begin(), experts.segments().end(), [](const auto& segment) {
-        return segment.down().codebook == Codebook::kMul1 && segment.up().codebook == Codebook::kMul1 &&
-               (!segment.gate().present() || segment.gate().codebook == Codebook::kMul1);
-      });
-  return integers ? Gate{2e-3, 0.999998} : Gate{6e-3, 0.99998};
-}
-
 Metrics Measure(const MoeOutput& result, const MoeOutput& reference) {
   MetricsSum sum;
   const auto* values = reinterpret_cast<const float*>(result.y.data());
@@ -187,6 +169,7 @@ Metrics Measure(const MoeOutput& result, const MoeOutput& reference) {
 
 bool Supports(const Backend& backend, const PreparedExperts& experts, const MoeInput& input, CpuMode mode) {
   MoePlanOptions options;
+  options.device = experts.device();
   options.max_tokens = input.tokens;
   options.top_k = input.top_k;
   options.executor = std::string(backend.name());
@@ -194,21 +177,29 @@ bool Supports(const Backend& backend, const PreparedExperts& experts, const MoeI
   return backend.Supports(experts.table(), options).has_value();
 }
 
-// Every (executor, mode) that can run the layer, against the reference.
-Result<void> CheckExecutors(const PreparedExperts& experts, const MoeLayer& layer, uint64_t top_k,
-                            std::vector<ExecutorResult>& results) {
+// Every (executor, mode) of a device that can run the layer, against the reference on the host.
+Result<void> CheckExecutors(const PreparedExperts& host_experts, const Device& device, const MoeLayer& layer,
+                            uint64_t top_k, std::vector<ExecutorResult>& results) {
   const RandomInputSize size{
       .tokens = kTokens,
-      .hidden_channels = experts.geometry().hidden_channels,
+      .hidden_channels = host_experts.geometry().hidden_channels,
       .experts = layer.experts,
       .top_k = static_cast<uint32_t>(
           std::min({top_k != 0 ? top_k : kDefaultTopK, uint64_t{layer.experts}, uint64_t{kMaxTopK}}))};
   const Result<MoeInput> input = RandomMoeInput(size, kSeed);
   if (!input) return tl::unexpected(input.error());
-  const Result<MoeOutput> reference = RunLayer(experts, *input, "reference", CpuMode::kExact, Dtype::kF64);
+  const Result<MoeOutput> reference =
+      RunLayer(host_experts, *input, "reference", CpuMode::kExact, Dtype::kF64);
   if (!reference) return tl::unexpected(reference.error());
+  std::optional<PreparedExperts> copy;
+  if (!device.is_host()) {
+    Result<PreparedExperts> uploaded = ToDevice(host_experts, device);
+    if (!uploaded) return tl::unexpected(uploaded.error());
+    copy = *std::move(uploaded);
+  }
+  const PreparedExperts& experts = copy ? *copy : host_experts;
   for (const Backend* backend : Backends()) {
-    if (backend->name() == "reference") continue;
+    if (backend->name() == "reference" || backend->device_type() != device.type) continue;
     const bool has_modes = backend->name() == "cpu";
     for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
       if (!has_modes && mode != CpuMode::kExact) continue;
@@ -221,7 +212,7 @@ Result<void> CheckExecutors(const PreparedExperts& experts, const MoeLayer& laye
                             .mode = has_modes ? std::optional(mode) : std::nullopt,
                             .metrics = Measure(*output, *reference),
                             .ok = false};
-      const Gate gate = GateOf(*backend, mode, experts);
+      const Gate gate = GateOf(backend->name(), mode, experts);
       result.ok = result.metrics.Within(gate.max_rel_l2, gate.min_cosine);
       results.push_back(std::move(result));
     }
@@ -229,7 +220,8 @@ Result<void> CheckExecutors(const PreparedExperts& experts, const MoeLayer& laye
   return {};
 }
 
-Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, size_t index, Report& report) {
+Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, size_t index,
+                                               const Device& device, Report& report) {
   const MoeLayer& layer = checkpoint.layers()[index];
   Progress progress(fmt::format("layer {}", layer.label));
   VectorCheck vectors(checkpoint, report.problems);
@@ -239,7 +231,7 @@ Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, siz
   const Result<PreparedExperts> experts = LoadExperts(checkpoint, index, load);
   if (!experts) return tl::unexpected(experts.error());
   std::vector<ExecutorResult> results;
-  if (auto run = CheckExecutors(*experts, layer, checkpoint.config().top_k, results); !run) {
+  if (auto run = CheckExecutors(*experts, device, layer, checkpoint.config().top_k, results); !run) {
     return tl::unexpected(run.error());
   }
   for (ExecutorResult& result : results) result.ok = result.ok && !vectors.found_error();
@@ -305,7 +297,8 @@ Result<void> CheckUsable(const Checkpoint& checkpoint, const std::set<size_t>& c
 }
 
 Result<int> Verify(const VerifyOptions& options, Output& output) {
-  if (Result<void> device = CheckDevice(options.device); !device) return tl::unexpected(device.error());
+  const Result<Device> device = FindDevice("--device", options.device);
+  if (!device) return tl::unexpected(device.error());
   const Result<Checkpoint> checkpoint = Checkpoint::Open(options.checkpoint);
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<std::set<size_t>> chosen = ChooseLayers(*checkpoint, options.layers);
@@ -320,7 +313,7 @@ Result<int> Verify(const VerifyOptions& options, Output& output) {
   }
   PrintFiles(report, output);
   for (const size_t index : *chosen) {
-    Result<std::vector<ExecutorResult>> results = CheckLayer(*checkpoint, index, report);
+    Result<std::vector<ExecutorResult>> results = CheckLayer(*checkpoint, index, *device, report);
     if (!results) return tl::unexpected(results.error());
     PrintLayer(checkpoint->layers()[index], *results, output);
     report.executors.insert(report.executors.end(), results->begin(), results->end());
@@ -346,8 +339,9 @@ void AddVerify(CLI::App& app, Invocation& invocation) {
   auto options = std::make_shared<VerifyOptions>();
   CLI::App* command = AddCommand(
       app, invocation, "verify", "Check files, tensors and executors, layer by layer",
-      "Checks markers, padding and scale vectors, then runs 17 random tokens through every executor and\n"
-      "measures them against the reference. Exit 1 when a check fails; warnings alone exit 0.\n"
+      "Checks markers, padding and scale vectors, then runs 17 random tokens through every executor of the\n"
+      "device and measures them against the reference on the host. Exit 1 when a check fails; warnings alone "
+      "exit 0.\n"
       "\n"
       "Example:\n"
       "  espalier verify /models/glm --layers 3-7 --hash\n");

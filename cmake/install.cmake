@@ -20,6 +20,13 @@ else()
   set(ESPALIER_CONFIG_TBB "find_dependency(TBB)")
   set(ESPALIER_PC_TBB ", tbb")
 endif()
+if(ESPALIER_HAS_CUDA)
+  set(ESPALIER_CONFIG_CUDA "find_dependency(CUDAToolkit)")
+  set(ESPALIER_PC_CUDA "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt ")
+else()
+  set(ESPALIER_CONFIG_CUDA "")
+  set(ESPALIER_PC_CUDA "")
+endif()
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/espalierConfig.cmake.in
                               ${PROJECT_BINARY_DIR}/espalierConfig.cmake
                               INSTALL_DESTINATION ${ESPALIER_CMAKE_DIR})

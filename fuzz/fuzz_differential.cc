@@ -163,6 +163,7 @@ void TestOneInput(const uint8_t* data, size_t size) {
   const Dtype output = kOutputs[bytes.ConsumeIntegralInRange<size_t>(0, 2)];
   const double norm = NormOfRoutes(MakeUncut(spec), call);
   for (const Backend* backend : Backends()) {
+    if (backend->device_type() != DeviceType::kCpu) continue;
     const std::string name(backend->name());
     call.num_threads = 1;
     call.output = Dtype::kF32;

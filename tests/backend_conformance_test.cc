@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -54,9 +55,27 @@ MatrixFormat MixedFormat(uint32_t expert, Projection projection) {
           .codebook = AllCodebooks()[n % AllCodebooks().size()].codebook};
 }
 
-// fp32 output of `executor` against the oracle.
+struct Gate {
+  double max_rel_l2;
+  double min_cosine;
+};
+
+Gate GateOf(const std::string& executor, const PreparedExperts& experts) {
+  if (executor != "cuda") return {kExactGate, 1 - 1e-10};
+  return experts.geometry().activation.limit > 0 ? Gate{2e-3, 0.999995} : Gate{1e-3, 0.999999};
+}
+
+// How far apart two ways to the same sum may be: a GPU may take rows with another kernel where there are more
+// of them, or add routes in another order.
+double SameSumGate(const std::string& executor, double exact) { return executor == "cuda" ? 1e-4 : exact; }
+
+// Whether a row has the same bits however many others there are: not on a GPU, where the number of rows of an
+// expert chooses the kernel.
+bool RowsNeverDependOnTheBatch(const std::string& executor) { return executor != "cuda"; }
+
+// fp32 output of `executor` against the oracle, at `share` of its gate.
 void ExpectWithinGate(const PreparedExperts& experts, MoeCall call, const std::string& executor,
-                      double gate = kExactGate) {
+                      double share = 1) {
   if (executor == "reference") {
     call.output = Dtype::kF64;
     const test::Difference difference =
@@ -68,15 +87,41 @@ void ExpectWithinGate(const PreparedExperts& experts, MoeCall call, const std::s
   const MoeOutput actual = RunCall(experts, call, executor);
   call.output = Dtype::kF64;
   const test::Difference difference = Compare(RunCall(experts, call, "reference").values, actual.values);
-  EXPECT_LE(difference.rel_l2, gate);
-  EXPECT_GE(difference.cosine, 1 - 1e-10);
+  const Gate gate = GateOf(executor, experts);
+  EXPECT_LE(difference.rel_l2, gate.max_rel_l2 * share);
+  EXPECT_GE(difference.cosine, gate.min_cosine);
 }
 
-class Conformance : public testing::TestWithParam<std::string> {};
+// Part of a result against the same rows on their own: `alone` are bytes of fp32.
+void ExpectSameRows(const MoeOutput& alone, const MoeOutput& all, size_t first_byte,
+                    const std::string& executor) {
+  const auto begin = all.bytes.begin() + static_cast<ptrdiff_t>(first_byte);
+  if (RowsNeverDependOnTheBatch(executor)) {
+    EXPECT_TRUE(std::equal(alone.bytes.begin(), alone.bytes.end(), begin));
+    return;
+  }
+  const std::span<const double> rows =
+      std::span(all.values).subspan(first_byte / sizeof(float), alone.values.size());
+  EXPECT_LE(Compare(rows, alone.values).rel_l2, 1e-3);
+}
+
+// A GPU's executor is in the list of every build with CUDA.
+void SkipUnlessUsable(const std::string& executor) {
+  if (const Result<const Backend*> backend = BackendByName(executor); !backend)
+    GTEST_SKIP() << backend.error().message();
+}
+
+class Conformance : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { SkipUnlessUsable(GetParam()); }
+};
 INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::ValuesIn(Executors()),
                          [](const auto& parameter) { return parameter.param; });
 
-class FormatConformance : public testing::TestWithParam<std::tuple<std::string, CodebookInfo, int>> {};
+class FormatConformance : public testing::TestWithParam<std::tuple<std::string, CodebookInfo, int>> {
+ protected:
+  void SetUp() override { SkipUnlessUsable(std::get<0>(GetParam())); }
+};
 INSTANTIATE_TEST_SUITE_P(Formats, FormatConformance,
                          testing::Combine(testing::ValuesIn(Executors()),
                                           testing::ValuesIn(AllCodebooks().begin(), AllCodebooks().end()),
@@ -358,7 +403,8 @@ TEST_P(Conformance, SameExpertTwiceCountsTwice) {
     once.ids[i + 1] = -1;
   }
   const std::vector<double> expected = RunCall(experts, once, GetParam()).values;
-  EXPECT_LE(Compare(expected, RunCall(experts, twice, GetParam()).values).rel_l2, 1e-6);
+  EXPECT_LE(Compare(expected, RunCall(experts, twice, GetParam()).values).rel_l2,
+            SameSumGate(GetParam(), 1e-6));
 }
 
 TEST_P(Conformance, OneExpertTakesEveryRow) {
@@ -370,7 +416,7 @@ TEST_P(Conformance, OneExpertTakesEveryRow) {
     call.num_threads = 2;
     ExpectWithinGate(experts, call, GetParam());
   }
-  // Each row is the same as alone, on every executor.
+  // Each row is the same as alone.
   MoeCall call = RandomCall(experts, 257, 1, 5);
   call.ids.assign(257, 4);
   const MoeOutput all = RunCall(experts, call, GetParam());
@@ -383,9 +429,8 @@ TEST_P(Conformance, OneExpertTakesEveryRow) {
     one.ids = {4};
     one.weights = {call.weights[row]};
     const MoeOutput alone = RunCall(experts, one, GetParam());
-    ASSERT_TRUE(std::equal(alone.bytes.begin(), alone.bytes.end(),
-                           all.bytes.begin() + static_cast<ptrdiff_t>(row * alone.bytes.size())))
-        << row;
+    SCOPED_TRACE(row);
+    ExpectSameRows(alone, all, row * alone.bytes.size(), GetParam());
   }
 }
 
@@ -405,7 +450,7 @@ TEST_P(Conformance, ExpertMapSplitsAddUpToTheWhole) {
     const std::vector<double> y = RunCall(part, partial, GetParam()).values;
     for (size_t i = 0; i < sum.size(); ++i) sum[i] += y[i];
   }
-  EXPECT_LE(Compare(expected, sum).rel_l2, GetParam() == "reference" ? 1e-14 : 2e-7);
+  EXPECT_LE(Compare(expected, sum).rel_l2, GetParam() == "reference" ? 1e-14 : SameSumGate(GetParam(), 2e-7));
 }
 
 TEST_P(Conformance, ExpertMapPermutesAndHides) {
@@ -465,10 +510,8 @@ TEST_P(Conformance, RowsAreIndependent) {
        {std::pair{0, 1}, {1, 2}, {60, 7}, {500, 30}, {511, 1}, {512, 1}, {599, 1}}) {
     const MoeOutput part =
         RunCall(experts, rows_of(static_cast<uint64_t>(first), static_cast<uint64_t>(count)), GetParam());
-    EXPECT_TRUE(
-        std::equal(part.bytes.begin(), part.bytes.end(),
-                   all.bytes.begin() + static_cast<ptrdiff_t>(static_cast<uint64_t>(first) * hidden * 4)))
-        << "rows " << first << " to " << first + count;
+    SCOPED_TRACE(fmt::format("rows {} to {}", first, first + count));
+    ExpectSameRows(part, all, static_cast<uint64_t>(first) * hidden * sizeof(float), GetParam());
   }
 }
 
@@ -484,7 +527,9 @@ TEST_P(Conformance, NanAndInfinityStayInTheirRow) {
   const MoeOutput dirty = RunCall(experts, call, GetParam());
   for (uint64_t row = 0; row < 8; ++row) {
     for (uint64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-      if (row == 2 || row == 5 || row == 6) {
+      if (row == 5) {
+        ASSERT_FALSE(std::isfinite(dirty.values[i]));
+      } else if (row == 2 || row == 6) {
         ASSERT_TRUE(std::isnan(dirty.values[i])) << row;
       } else {
         ASSERT_EQ(dirty.values[i], clean.values[i]) << row;
@@ -553,7 +598,7 @@ TEST_P(Conformance, MixedMagnitudes) {
     const auto part = [&](const std::vector<double>& values) {
       return std::span(values).subspan(row * hidden, hidden);
     };
-    EXPECT_LE(Compare(part(expected), part(actual)).rel_l2, kExactGate) << row;
+    EXPECT_LE(Compare(part(expected), part(actual)).rel_l2, GateOf(GetParam(), experts).max_rel_l2) << row;
   }
 }
 
@@ -601,14 +646,15 @@ TEST(NarrowCuts, StayWithinTheGateOfTheUncutLayer) {
 }
 
 // Not the reference: its dense oracle rounds weights, and the golden vectors are sharper.
-TEST(WideRows, StayWithinHalfTheGate) {
+TEST(WideRows, StayWithinTheGate) {
   const PreparedExperts experts = MakeExperts(
       {.experts = 1, .hidden_channels = 6144, .activation = {}, .segments = {{.channels = 2048}}, .seed = 3});
   MoeCall call = RandomCall(experts, 2, 1, 5);
   call.ids.assign(2, 0);
   call.num_threads = 2;
   for (const std::string& executor : Executors()) {
-    if (executor != "reference") ExpectWithinGate(experts, call, executor, kExactGate / 2);
+    if (executor == "reference" || !BackendByName(executor)) continue;
+    ExpectWithinGate(experts, call, executor, executor == "cpu" ? 0.5 : 1);
   }
 }
 

@@ -2,6 +2,7 @@
 //
 // The command line as scripts see it: exit codes, JSON names and types, and right answers on every
 // fixture.
+#include <espalier/device.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -11,6 +12,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -35,8 +37,8 @@ const std::string kFixtures = ESPALIER_TEST_DATA "/fixtures";
 const std::string kBundled = ESPALIER_BUNDLED_CHECKPOINT;
 const std::string kQwen = kFixtures + "/stock-qwen3";
 const std::string kQwenInput = kFixtures + "/inputs/in-5-384-3.m7-i64.safetensors";
-const std::vector<std::string> kCommands = {"doctor", "inspect", "plan",   "decode",
-                                            "run",    "verify",  "compare"};
+const std::vector<std::string> kCommands = {"doctor", "inspect", "plan",  "decode",
+                                            "run",    "verify",  "bench", "compare"};
 
 std::string Text(const std::vector<std::string>& arguments) {
   std::string text = "espalier";
@@ -143,6 +145,11 @@ TEST(CliFixtures, RunsMatchOnTheReference) { CheckFixtureRuns("reference", 5e-7)
 
 TEST(CliFixtures, RunsMatchOnTheCpu) { CheckFixtureRuns("cpu", 2e-6); }
 
+TEST(CliFixtures, RunsMatchOnAGpu) {
+  if (const auto devices = CudaDevices(); !devices) GTEST_SKIP() << devices.error().message();
+  CheckFixtureRuns("cuda", 1e-3);
+}
+
 TEST(CliFixtures, DecodesMatch) {
   const TemporaryDirectory directory;
   const std::string output = directory.path() / "weight.safetensors";
@@ -163,6 +170,64 @@ TEST(CliFixtures, DecodesMatch) {
     ++compared;
   }
   EXPECT_GE(compared, 6u);
+}
+
+TEST(CliFixtures, VerifyPassesOnAGpu) {
+  if (const auto devices = CudaDevices(); !devices) GTEST_SKIP() << devices.error().message();
+  for (const std::string& checkpoint :
+       {kBundled, kFixtures + "/stock-qwen3", kFixtures + "/stock-deepseek-padded", kFixtures + "/stock-bias",
+        kFixtures + "/stock-situ", kFixtures + "/rs-shared-h", kFixtures + "/rs-r7", kFixtures + "/v1-k3"}) {
+    SCOPED_TRACE(checkpoint);
+    const JsonResult result = EspalierJson({"verify", checkpoint, "--device", "cuda"});
+    ASSERT_EQ(result.exit_code, 0) << result.standard_error << result.document;
+    EXPECT_GE(result.document.at("layers").size(), 1u);
+    for (const Json& layer : result.document.at("layers")) {
+      EXPECT_EQ(layer.at("executor"), "cuda");
+      EXPECT_TRUE(layer.at("mode").is_null());
+      EXPECT_TRUE(layer.at("ok").get<bool>());
+      EXPECT_LE(layer.at("rel_l2").get<double>(), 2e-3);
+    }
+  }
+}
+
+// Ranks on the device add up, and an id that the layer does not have is refused before anything is sent.
+TEST(CliRun, OnAGpu) {
+  if (const auto devices = CudaDevices(); !devices) GTEST_SKIP() << devices.error().message();
+  const TemporaryDirectory directory;
+  const std::string whole = directory.path() / "whole.safetensors";
+  const std::string ranks = directory.path() / "ranks.safetensors";
+  const std::string exact = directory.path() / "exact.safetensors";
+  const std::vector<std::string> run = {"run", kBundled, "--layer", "0", "--tokens", "33"};
+  const auto run_with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), run.begin(), run.end());
+    return EspalierJson(more);
+  };
+  const JsonResult first = run_with({"--device", "cuda:0", "-o", whole});
+  ASSERT_EQ(first.exit_code, 0) << first.standard_error;
+  EXPECT_EQ(first.document.at("executor"), "cuda");
+  EXPECT_EQ(first.document.at("device"), "cuda:0");
+  EXPECT_TRUE(first.document.at("mode").is_null());
+  ASSERT_EQ(run_with({"--executor", "cuda", "--tp", "2", "--ep", "2", "-o", ranks}).exit_code, 0);
+  ASSERT_EQ(run_with({"--executor", "reference", "-o", exact}).exit_code, 0);
+  ExpectClose(whole, exact, "y", 1e-3);
+  ExpectClose(ranks, exact, "y", 1e-3);
+
+  const std::string input = directory.path() / "input.safetensors";
+  const std::vector<float> x(256, 1.0f);
+  const int32_t ids[] = {0, 16};
+  const float weights[] = {0.5f, 0.5f};
+  const TensorData tensors[] = {
+      {.name = "x", .dtype = Dtype::kF32, .shape = {1, 256}, .data = std::as_bytes(std::span(x))},
+      {.name = "topk_ids", .dtype = Dtype::kI32, .shape = {1, 2}, .data = std::as_bytes(std::span(ids))},
+      {.name = "topk_weights",
+       .dtype = Dtype::kF32,
+       .shape = {1, 2},
+       .data = std::as_bytes(std::span(weights))}};
+  ASSERT_TRUE(WriteSafetensors(input, tensors));
+  const JsonResult outside =
+      EspalierJson({"run", kBundled, "--layer", "0", "--device", "cuda", "--input", input});
+  EXPECT_EQ(outside.exit_code, 6);
+  EXPECT_THAT(outside.standard_error, HasSubstr("topk_ids[0][1] is 16"));
 }
 
 TEST(CliFixtures, VerifyPasses) {
@@ -308,11 +373,30 @@ TEST(CliRefusals, FilesAndFeatures) {
       {{"run", kFixtures + "/v1-k3", "--layer", "1", "--tp", "25"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tp", "1", "--rank", "1"}, 6, "geometry"},
       {{"run", kQwen, "--layer", "1", "--tokens", "1048577"}, 6, "geometry"},
+      {{"run", kQwen, "--layer", "1", "--device", "cuda:999"}, 7, "device"},
+      {{"verify", kQwen, "--device", "cuda:999"}, 7, "device"},
+  });
+}
+
+TEST(CliRefusals, NoGpu) {
+  if (CudaDevices()) GTEST_SKIP() << "there is a GPU here";
+  ExpectRefusals({
       {{"run", kQwen, "--layer", "1", "--device", "cuda"}, 7, "device"},
       {{"run", kQwen, "--layer", "1", "--device", "cuda:3"}, 7, "device"},
       {{"run", kQwen, "--layer", "1", "--executor", "cuda"}, 7, "device"},
       {{"verify", kQwen, "--device", "cuda"}, 7, "device"},
   });
+}
+
+TEST(CliRefusals, AnExecutorOnTheWrongDevice) {
+  ExpectRefusals({
+      {{"run", kQwen, "--layer", "1", "--device", "cpu", "--executor", "cuda"}, 2, "usage"},
+  });
+  SubprocessOptions options;
+  options.environment = {{"ESPALIER_FORCE_BACKEND", "cuda"}};
+  const JsonResult forced = EspalierJson({"run", kQwen, "--layer", "1", "--device", "cpu"}, options);
+  EXPECT_EQ(forced.exit_code, 2);
+  EXPECT_THAT(forced.standard_error, HasSubstr("the executor is cuda, which runs on a GPU"));
 }
 
 TEST(CliRefusals, ATpErrorNamesTheLegalSizes) {
@@ -467,7 +551,10 @@ TEST(CliDoctor, Json) {
   const Json& backends = result.document.at("backends");
   ASSERT_GE(backends.size(), 2u);
   EXPECT_EQ(backends.back().at("name"), "reference");
-  EXPECT_TRUE(backends[0].at("chosen").get<bool>());
+  for (const Json& backend : backends)
+    EXPECT_EQ(backend.at("chosen").get<bool>(), backend.at("name") == "cpu") << backend;
+  EXPECT_TRUE(result.document.at("cuda_devices").is_array());
+  EXPECT_EQ(result.document.at("cuda_devices").empty(), !CudaDevices());
 }
 
 TEST(CliDoctor, AForcedExecutorIsChosen) {

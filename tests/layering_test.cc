@@ -33,6 +33,7 @@ const std::set<std::string, std::less<>> kBackendFolders = {"reference", "cpu", 
 // Conditional compilation outside of include guards: file -> the only names it may ask for.
 const std::map<std::string, std::set<std::string>, std::less<>> kAllowedConditions = {
     {"src/base/parallel.cc", {"ESPALIER_STD_THREADS"}},
+    {"src/moe/backend_list.cc", {"ESPALIER_HAS_CUDA"}},
     // Says how it was built.
     {"cli/doctor.cc", {"ESPALIER_STD_THREADS", "defined(__clang__)", "defined(__x86_64__)"}},
 };
@@ -106,6 +107,9 @@ std::string WhyNot(const std::string& path, const Include& include) {
     if (IsDevice(target) && folder != "cuda" && path != "src/dist/nccl_communicator.cc") {
       return "CUDA stays in src/cuda and in what sums between GPUs";
     }
+  }
+  if ((path.starts_with("cli/") || path.starts_with("examples/")) && !include.quoted && IsDevice(target)) {
+    return "the command line sees CUDA through cuda/device_runtime.h only";
   }
   if (IsCommunication(target) && (folder != "dist" || !path.ends_with(".cc"))) {
     return "MPI and NCCL stay in the sources of src/dist";
@@ -257,6 +261,7 @@ INSTANTIATE_TEST_SUITE_P(
                       BadCase{"src/dist/communicator.h", "#include <mpi.h>\n"},
                       BadCase{"src/dist/mpi_world.cc", "#include <cuda_runtime_api.h>\n"},
                       BadCase{"cli/a.cc", "#include <nccl.h>\n"},
+                      BadCase{"cli/a.cc", "#include <cuda_runtime.h>\n"},
                       BadCase{"include/espalier/a.h", "#include \"base/file.h\"\n"},
                       BadCase{"include/espalier/a.h", "#include <fmt/format.h>\n"},
                       BadCase{"include/espalier/a.h", "#include <simdjson.h>\n"},
@@ -272,7 +277,9 @@ TEST(Layering, AllowsWhatTheRulesAllow) {
                            "#ifndef A\n#define A\n#include \"cpu/b.h\"\n#include \"reference/codebook.h\"\n"
                            "#include <espalier/moe.h>\n#include <vector>\n"),
               IsEmpty());
-  EXPECT_THAT(ViolationsOf("cli/a.cc", "#include <nlohmann/json.hpp>\n#include \"base/file.h\"\n"),
+  EXPECT_THAT(ViolationsOf("cli/a.cc",
+                           "#include <nlohmann/json.hpp>\n#include \"base/file.h\"\n"
+                           "#include \"cuda/device_runtime.h\"\n"),
               IsEmpty());
   EXPECT_THAT(ViolationsOf("src/dist/a.cc", "#include <mpi.h>\n#include <nccl.h>\n"), IsEmpty());
   EXPECT_THAT(ViolationsOf("src/base/parallel.cc", "#ifdef ESPALIER_STD_THREADS\n#else\n#endif\n"),

@@ -19,8 +19,13 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual std::string_view name() const = 0;         // "cpu", "reference"
+  virtual std::string_view name() const = 0;         // "cuda", "cpu", "reference"
   virtual std::string_view description() const = 0;  // one line for doctor
+  // Where it runs: packages and arrays of a call are of such a device.
+  virtual DeviceType device_type() const { return DeviceType::kCpu; }
+
+  // Empty when it may be chosen on this machine, else kDevice with the reason.
+  virtual Result<void> Usable() const { return {}; }
 
   // Empty when it can run the package under these options, else a kUnsupported reason.
   virtual Result<void> Supports(const ExpertsTable& experts, const MoePlanOptions& options) const = 0;
@@ -48,7 +53,8 @@ class Backend {
   mutable std::atomic<uint64_t> num_runs_{0};
 };
 
-// Every backend of this build, best first.
+// Every backend of this build, best first, whether or not this machine can run it. A plan chooses among those
+// of its device.
 std::span<const Backend* const> Backends();
 
 // Error: kUsage with the names there are; kDevice for "cuda" in a build or on a machine without it.

@@ -7,6 +7,7 @@
 #include <espalier/backend.h>
 #include <espalier/checkpoint.h>
 #include <espalier/dense_slices.h>
+#include <espalier/device.h>
 #include <espalier/experts.h>
 #include <espalier/extent_plan.h>
 #include <espalier/formats.h>

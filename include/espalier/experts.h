@@ -7,6 +7,7 @@
 #define ESPALIER_EXPERTS_H_
 
 #include <espalier/checkpoint.h>
+#include <espalier/device.h>
 #include <espalier/extent_plan.h>
 #include <espalier/formats.h>
 #include <espalier/host_buffer.h>
@@ -121,7 +122,7 @@ class ExpertsTable {
   RankPlan rank_plan_;
 };
 
-// The routed experts of one layer, or of one rank's share of it, on the host. Immutable; may be run from
+// The routed experts of one layer, or of one rank's share of it, on one device. Immutable; may be run from
 // several threads at once.
 class PreparedExperts {
  public:
@@ -130,13 +131,20 @@ class PreparedExperts {
   // The same with the table made here.
   static Result<PreparedExperts> Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
                                         HostBuffer slab, std::string identity);
+  // A slab of any device, filled. On a GPU the descriptors are put beside it. Errors also: kDevice,
+  // kCapacity.
+  static Result<PreparedExperts> Create(ExpertsTable table, DeviceBuffer slab,
+                                        std::string content_sha256 = {});
 
   const ExpertsTable& table() const { return table_; }
   const MoeGeometry& geometry() const { return table_.geometry(); }
   std::span<const SegmentDesc> segments() const { return table_.segments(); }
   std::span<const SegmentDesc> ExpertSegments(uint32_t expert) const { return table_.ExpertSegments(expert); }
-  const std::byte* slab() const { return slab_.data(); }
+  const Device& device() const { return slab_.device(); }
+  const std::byte* slab() const { return slab_.data(); }  // memory of device()
   uint64_t slab_bytes() const { return slab_.size_bytes(); }
+  // The descriptors as the cuda executor reads them, memory of device(); empty on the host.
+  const DeviceBuffer& device_table() const { return device_table_; }
   uint64_t code_bytes() const { return table_.code_bytes(); }
   uint32_t max_segments_per_expert() const { return table_.max_segments_per_expert(); }
   uint32_t max_intermediate_channels() const { return table_.max_intermediate_channels(); }
@@ -147,25 +155,34 @@ class PreparedExperts {
   const std::string& content_sha256() const { return content_sha256_; }
 
  private:
-  PreparedExperts(ExpertsTable table, HostBuffer slab, std::string content_sha256)
-      : table_(std::move(table)), slab_(std::move(slab)), content_sha256_(std::move(content_sha256)) {}
+  PreparedExperts(ExpertsTable table, DeviceBuffer slab, DeviceBuffer device_table,
+                  std::string content_sha256)
+      : table_(std::move(table)),
+        slab_(std::move(slab)),
+        device_table_(std::move(device_table)),
+        content_sha256_(std::move(content_sha256)) {}
   ExpertsTable table_;
-  HostBuffer slab_;
+  DeviceBuffer slab_;
+  DeviceBuffer device_table_;
   std::string content_sha256_;
 };
 
-// One dense EXL3 matrix on the host. Immutable.
+// One dense EXL3 matrix on one device. Immutable.
 class PreparedLinear {
  public:
   // in_channels / out_channels: widths of x and y as the model sees them, <= the stored ones; x is
   // zero-extended, y is cut. 0 = the stored width. Errors: kGeometry.
   static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels, uint32_t out_channels,
                                        HostBuffer slab, std::string identity);
+  static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels, uint32_t out_channels,
+                                       DeviceBuffer slab, std::string identity);
 
   const MatrixDesc& matrix() const { return matrix_; }
   uint32_t in_channels() const { return in_channels_; }
   uint32_t out_channels() const { return out_channels_; }
-  const std::byte* slab() const { return slab_.data(); }
+  const Device& device() const { return slab_.device(); }
+  const std::byte* slab() const { return slab_.data(); }  // memory of device()
+  uint64_t slab_bytes() const { return slab_.size_bytes(); }
   const std::string& identity() const { return identity_; }
 
  private:
@@ -173,9 +190,14 @@ class PreparedLinear {
   MatrixDesc matrix_;
   uint32_t in_channels_ = 0;
   uint32_t out_channels_ = 0;
-  HostBuffer slab_;
+  DeviceBuffer slab_;
   std::string identity_;
 };
+
+// A copy on another device (or on the same): one allocation, one copy, and the descriptors beside it. What
+// the host needs afterwards is the copy alone. Errors: kDevice, kCapacity.
+Result<PreparedExperts> ToDevice(const PreparedExperts& experts, const Device& device);
+Result<PreparedLinear> ToDevice(const PreparedLinear& linear, const Device& device);
 
 inline constexpr uint64_t kDefaultStagingBytes = uint64_t{64} << 20;
 
@@ -187,14 +209,18 @@ struct LoadOptions {
   uint32_t in_channels = 0;
   uint32_t out_channels = 0;
   bool hash = false;  // compute content_sha256 while reading
+  // Where the slab lies. For a GPU, pieces are read into pinned memory and copied to their place while others
+  // are read: no whole layer on the host.
+  Device device = {};
   // Called from one thread at a time with bytes read so far and in all; may be empty.
   std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
-  // Where the slab comes from; empty = HostBuffer::Create.
+  // Where a slab on the host comes from; empty = HostBuffer::Create.
   std::function<Result<HostBuffer>(uint64_t size_bytes)> allocate = {};
 
   // Performance.
-  // Memory beside the slab, over all threads, for bytes that cannot be read straight to their place. Fewer
-  // threads read where it is short. >= 64 KiB.
+  // Host memory beside the slab, over all threads, for bytes that cannot be read straight to their place: on
+  // a GPU all of them. Fewer threads read where it is short. >= 64 KiB; a GPU takes at least one row of
+  // tiles.
   uint64_t staging_bytes = kDefaultStagingBytes;
   int num_threads = 0;  // 0 = all cores
 };
@@ -202,7 +228,7 @@ struct LoadOptions {
 // Reads one whole layer into one slab. `layer` is a position in checkpoint.layers(). Checks the marker
 // tensors, and that no file has changed since it was opened. Every byte is read once, by parallel positioned
 // reads; where the file and the slab agree on the order, straight to its place. Errors: kUsage, kIo, kFormat,
-// kGeometry, kCapacity, kUnsupported; nothing is kept on error, and the call may be repeated.
+// kGeometry, kCapacity, kUnsupported, kDevice; nothing is kept on error, and the call may be repeated.
 Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer,
                                     const LoadOptions& options = {});
 
@@ -230,7 +256,8 @@ Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view
                                   const LoadOptions& options = {});
 
 // W [in][out] of the stored size as fp32: computed in double, rounded once. `inner` leaves the
-// rotations and vectors off (the fp16 codebook values). Cost: in * out * 4 bytes.
+// rotations and vectors off (the fp16 codebook values). Cost: in * out * 4 bytes. Errors: kCapacity; kDevice
+// for a matrix that is not on the host.
 Result<std::vector<float>> DecodeMatrix(const PreparedLinear& linear, bool inner);
 
 }  // namespace espalier

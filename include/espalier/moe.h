@@ -2,7 +2,8 @@
 //
 // Running the routed experts of a layer (RunMoe) and a single EXL3 matrix (RunLinear). A plan is made
 // once for a capacity; it states the workspace and holds all validation that can be done once. The
-// run functions validate cheaply, never allocate on success and never synchronise.
+// run functions validate cheaply, never allocate on success and never synchronise: on a GPU they put work on
+// a stream, and may be captured in a graph.
 #ifndef ESPALIER_MOE_H_
 #define ESPALIER_MOE_H_
 
@@ -39,12 +40,16 @@ struct MoePlanOptions {
   Dtype output = Dtype::kF32;  // kF32, kBF16, kF16; kF64 on the reference executor only
 
   // Behaviour. With checked_ids an id outside [0, experts) other than -1 makes the run fail with
-  // kGeometry before anything is written; otherwise it contributes nothing.
+  // kGeometry before anything is written; otherwise it contributes nothing. On a GPU it is refused: the ids
+  // are in device memory, and a run does not wait for them.
   bool checked_ids = false;
+  // Where the package and every array of a call lie, the workspace included.
+  Device device = {};
   // Where the caller stands: tp, ep and rank. A package made for another place is refused. Empty = wherever
   // the package says.
   std::optional<RankPlan> place = {};
-  std::string executor = {};  // backend name; empty = the best one that supports the package
+  // Backend name; empty = the best one of the device that supports the package.
+  std::string executor = {};
   CpuMode mode = CpuMode::kExact;
 
   // Performance. 0 = all cores. Results do not depend on it.
@@ -55,11 +60,9 @@ struct MoePlanOptions {
 class MoePlan {
  public:
   // Errors: kUsage (unknown executor), kUnsupported (with the backend's reason), kCapacity, kGeometry (a
-  // package of another rank or world).
+  // package of another rank or world), kDevice (no such device; an executor or a package of another one).
   static Result<MoePlan> Create(const ExpertsTable& experts, const MoePlanOptions& options);
-  static Result<MoePlan> Create(const PreparedExperts& experts, const MoePlanOptions& options) {
-    return Create(experts.table(), options);
-  }
+  static Result<MoePlan> Create(const PreparedExperts& experts, const MoePlanOptions& options);
 
   const MoePlanOptions& options() const { return options_; }
   const MoeGeometry& geometry() const { return geometry_; }
@@ -101,18 +104,24 @@ struct MoeArgs {
   bool accumulate = false;  // y += instead of y =
   void* workspace = nullptr;
   uint64_t workspace_bytes = 0;
+  // cudaStream_t of the plan's device, null = its default stream. Null on the host.
+  void* stream = nullptr;
 };
 
 // y[t] = sum over j of topk_weights[t, j] * Expert_{topk_ids[t, j]}(x[t]), in fp32 (double on the
 // reference), rounded once. Rows are independent; num_tokens = 0 succeeds and touches nothing. The same
 // call gives the same bits at any thread count. Errors: kCapacity (tokens, workspace), kGeometry (ids in
-// checked mode, strides, a package of another shape, rank or world than the plan's), kUsage (null pointers).
+// checked mode, strides, a package of another shape, rank or world than the plan's), kUsage (null pointers, a
+// stream on the host), kDevice (a package of another device than the plan's; a launch that fails).
+// On a GPU the arrays must stay until the stream has come past the call, and a workspace serves one call at a
+// time.
 Result<void> RunMoe(const MoePlan& plan, const PreparedExperts& experts, const MoeArgs& args);
 
 struct LinearPlanOptions {
   uint64_t max_tokens = 4096;
   Dtype input = Dtype::kF32;
   Dtype output = Dtype::kF32;
+  Device device = {};  // as in MoePlanOptions
   std::string executor = {};
   CpuMode mode = CpuMode::kExact;
   int num_threads = 0;
@@ -149,6 +158,7 @@ struct LinearArgs {
   bool accumulate = false;
   void* workspace = nullptr;
   uint64_t workspace_bytes = 0;
+  void* stream = nullptr;  // as in MoeArgs
 };
 
 // y = x W (+ bias). Same promises and errors as RunMoe.

@@ -72,7 +72,8 @@ struct SegmentWeights {
 Result<ExpertsTable> PlanExperts(const ExpertsSource& source);
 
 // One allocation, one copy; `weights` has an entry per segment of the source and may be freed afterwards.
-// Of the options: allocate, hash, num_threads. Errors also: kUsage for a null pointer or a wrong count.
+// Of the options: device, allocate, hash, num_threads. Errors also: kUsage for a null pointer or a wrong
+// count, kDevice.
 Result<PreparedExperts> PrepareExperts(const ExpertsSource& source, std::span<const SegmentWeights> weights,
                                        const LoadOptions& options = {});
 

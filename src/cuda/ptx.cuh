@@ -69,6 +69,13 @@ __device__ __forceinline__ uint32_t LoadStream32(const uint32_t* p) {
   return v;
 }
 
+// The wall clock of the device; how fine it is depends on the driver (32 ns to 1 us).
+__device__ __forceinline__ uint64_t GlobalNanoseconds() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
 __device__ __forceinline__ void PrefetchToL2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

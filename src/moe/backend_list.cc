@@ -9,14 +9,21 @@
 namespace espalier {
 
 std::span<const Backend* const> Backends() {
-  static const Backend* const backends[] = {&CpuBackend(), &ReferenceBackend()};
+  static const Backend* const backends[] = {
+#ifdef ESPALIER_HAS_CUDA
+      &CudaBackend(),
+#endif
+      &CpuBackend(), &ReferenceBackend()};
   return backends;
 }
 
 Result<const Backend*> BackendByName(std::string_view name) {
   std::string names;
   for (const Backend* backend : Backends()) {
-    if (backend->name() == name) return backend;
+    if (backend->name() == name) {
+      if (Result<void> usable = backend->Usable(); !usable) return tl::unexpected(usable.error());
+      return backend;
+    }
     names += names.empty() ? "" : ", ";
     names += backend->name();
   }

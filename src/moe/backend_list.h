@@ -10,6 +10,7 @@
 
 namespace espalier {
 
+const Backend& CudaBackend();  // in a build with CUDA
 const Backend& CpuBackend();
 const Backend& ReferenceBackend();
 

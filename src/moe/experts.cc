@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/checked.h"
+#include "moe/device_memory.h"
 
 namespace espalier {
 namespace {
@@ -23,6 +24,26 @@ struct Place {
                           : fmt::format("{}: {}: {}", identity, matrix, what);
   }
 };
+
+// The same error, with the package it befell.
+tl::unexpected<Status> InPlace(std::string_view identity, const Status& status) {
+  return Error(status.code(), fmt::format("{}: {}", identity, status.message()));
+}
+
+template <typename Package>
+Result<DeviceBuffer> CopySlab(const Package& package, uint64_t size_bytes, const Device& device) {
+  Result<DeviceBuffer> slab = DeviceBuffer::Create(device, size_bytes);
+  if (!slab) return InPlace(package.identity(), slab.error());
+  if (size_bytes == 0) return slab;
+  Result<void> copied;
+  if (package.device().is_host()) {
+    copied = WriteBuffer(*slab, 0, {package.slab(), size_bytes});
+  } else {
+    copied = CopyBytes(package.device(), slab->data(), package.slab(), size_bytes);
+  }
+  if (!copied) return InPlace(package.identity(), copied.error());
+  return slab;
+}
 
 tl::unexpected<Status> GeometryError(const Place& place, std::string_view what) {
   return Error(StatusCode::kGeometry, place.Text(what));
@@ -215,6 +236,11 @@ std::span<const SegmentDesc> ExpertsTable::ExpertSegments(uint32_t expert) const
 
 Result<PreparedExperts> PreparedExperts::Create(ExpertsTable table, HostBuffer slab,
                                                 std::string content_sha256) {
+  return Create(std::move(table), DeviceBuffer(std::move(slab)), std::move(content_sha256));
+}
+
+Result<PreparedExperts> PreparedExperts::Create(ExpertsTable table, DeviceBuffer slab,
+                                                std::string content_sha256) {
   if (slab.size_bytes() < table.slab_bytes()) {
     return GeometryError({table.identity(), ""}, fmt::format("a slab of {} bytes; the table needs {}",
                                                              slab.size_bytes(), table.slab_bytes()));
@@ -223,7 +249,14 @@ Result<PreparedExperts> PreparedExperts::Create(ExpertsTable table, HostBuffer s
     return GeometryError({table.identity(), ""},
                          fmt::format("the slab is not aligned to {} bytes", kSlabAlignmentBytes));
   }
-  return PreparedExperts(std::move(table), std::move(slab), std::move(content_sha256));
+  DeviceBuffer device_table;
+  if (!slab.device().is_host()) {
+    Result<DeviceBuffer> made = MakeDeviceTable(table, slab);
+    if (!made) return InPlace(table.identity(), made.error());
+    device_table = *std::move(made);
+  }
+  return PreparedExperts(std::move(table), std::move(slab), std::move(device_table),
+                         std::move(content_sha256));
 }
 
 Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
@@ -237,6 +270,12 @@ Result<PreparedExperts> PreparedExperts::Create(const MoeGeometry& geometry,
 
 Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t in_channels,
                                               uint32_t out_channels, HostBuffer slab, std::string identity) {
+  return Create(matrix, in_channels, out_channels, DeviceBuffer(std::move(slab)), std::move(identity));
+}
+
+Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t in_channels,
+                                              uint32_t out_channels, DeviceBuffer slab,
+                                              std::string identity) {
   const Place place{identity, ""};
   if (Result<void> checked = CheckMatrix(place, matrix, slab.size_bytes()); !checked) {
     return tl::unexpected(checked.error());
@@ -252,6 +291,19 @@ Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t
   linear.slab_ = std::move(slab);
   linear.identity_ = std::move(identity);
   return linear;
+}
+
+Result<PreparedExperts> ToDevice(const PreparedExperts& experts, const Device& device) {
+  Result<DeviceBuffer> slab = CopySlab(experts, experts.slab_bytes(), device);
+  if (!slab) return tl::unexpected(slab.error());
+  return PreparedExperts::Create(experts.table(), *std::move(slab), experts.content_sha256());
+}
+
+Result<PreparedLinear> ToDevice(const PreparedLinear& linear, const Device& device) {
+  Result<DeviceBuffer> slab = CopySlab(linear, linear.slab_bytes(), device);
+  if (!slab) return tl::unexpected(slab.error());
+  return PreparedLinear::Create(linear.matrix(), linear.in_channels(), linear.out_channels(),
+                                *std::move(slab), linear.identity());
 }
 
 }  // namespace espalier

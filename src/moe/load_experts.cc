@@ -215,12 +215,13 @@ Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, const Share& sha
     if (auto padding = checkpoint.CheckPadding(share.layer, extent); !padding)
       return tl::unexpected(padding.error());
   }
-  Result<HostBuffer> slab = AllocateSlab(table->slab_bytes(), table->identity(), options);
+  Result<DeviceBuffer> slab = AllocateSlab(table->slab_bytes(), table->identity(), options);
   if (!slab) return tl::unexpected(slab.error());
   const Result<std::vector<std::string>> hashes = reader->Read(options, *slab);
   if (!hashes) return tl::unexpected(hashes.error());
-  std::string hash = options.hash ? HashTable(*table, *hashes, slab->data()) : std::string();
-  return PreparedExperts::Create(*std::move(table), *std::move(slab), std::move(hash));
+  Result<std::string> hash = options.hash ? HashTable(*table, *hashes, *slab) : std::string();
+  if (!hash) return tl::unexpected(hash.error());
+  return PreparedExperts::Create(*std::move(table), *std::move(slab), *std::move(hash));
 }
 
 Result<void> CheckLayer(const Checkpoint& checkpoint, size_t layer) {
@@ -333,7 +334,7 @@ Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view
   const PlacedMatrix matrix{.desc = *desc, .source = &*source};
   const Result<SlabReader> reader = SlabReader::Create(checkpoint, identity, {&matrix, 1});
   if (!reader) return tl::unexpected(reader.error());
-  Result<HostBuffer> slab = AllocateSlab(*size, identity, options);
+  Result<DeviceBuffer> slab = AllocateSlab(*size, identity, options);
   if (!slab) return tl::unexpected(slab.error());
   if (auto read = reader->Read(options, *slab); !read) return tl::unexpected(read.error());
   return PreparedLinear::Create(*desc, options.in_channels, options.out_channels, *std::move(slab), identity);

@@ -12,20 +12,46 @@ namespace {
 // Every thread costs scratch memory in the workspace.
 constexpr int kMaxThreads = 4096;
 
-// The forced backend, or the best one that supports the package; then its refusal is an error.
+Result<void> CheckBackendDevice(const Backend& backend, const Device& device) {
+  if (backend.device_type() == device.type) return {};
+  if (device.is_host()) {
+    return Error(
+        StatusCode::kDevice,
+        fmt::format("executor '{}' runs on a GPU and the plan's device is cpu; legal: device cuda:INDEX "
+                    "with a package of that device (LoadOptions::device, ToDevice)",
+                    backend.name()));
+  }
+  return Error(StatusCode::kDevice, fmt::format("executor '{}' runs on the host and the plan's device is {}; "
+                                                "legal: executor cuda there, or device cpu",
+                                                backend.name(), DeviceText(device)));
+}
+
+Result<void> CheckPackageDevice(const std::string& identity, const Device& package, const Device& device) {
+  if (package == device) return {};
+  return Error(StatusCode::kDevice,
+               fmt::format("{}: the package is on {} and the plan's device is {}; legal: the same (ToDevice "
+                           "copies a package)",
+                           identity, DeviceText(package), DeviceText(device)));
+}
+
+// The forced backend, or the best one of the device that supports the package; then its refusal is an error.
 template <typename Package, typename Options>
 Result<const Backend*> ChooseBackend(const Package& package, const Options& options) {
   std::string_view name = ForcedBackendName(options.executor);
   // A mode other than the default asks for the cpu executor: another in its place would be a silent
   // fallback.
   if (name.empty() && options.mode != CpuMode::kExact) name = CpuBackend().name();
+  if (name.empty() && !options.device.is_host()) name = "cuda";
   const Backend* chosen = nullptr;
   if (!name.empty()) {
     const Result<const Backend*> forced = BackendByName(name);
     if (!forced) return forced;
     chosen = *forced;
+    if (auto device = CheckBackendDevice(*chosen, options.device); !device)
+      return tl::unexpected(device.error());
   } else {
     for (const Backend* backend : Backends()) {
+      if (backend->device_type() != options.device.type) continue;
       chosen = backend;
       if (backend->Supports(package, options)) return chosen;
     }
@@ -87,6 +113,13 @@ Result<MoePlan> MoePlan::Create(const ExpertsTable& experts, const MoePlanOption
     return Error(StatusCode::kGeometry, fmt::format("top_k is {}; legal: 1 to {}", options.top_k, kMaxTopK));
   }
   if (Result<void> checked = CheckTerms(experts, options); !checked) return tl::unexpected(checked.error());
+  if (options.checked_ids && !options.device.is_host()) {
+    return Error(
+        StatusCode::kUnsupported,
+        fmt::format("checked ids on {}: the ids are in device memory, and a run does not wait for them; "
+                    "legal: ids that were checked on the host, or none (others contribute nothing)",
+                    DeviceText(options.device)));
+  }
   MoePlan plan;
   plan.options_ = options;
   // Fixed here, because the workspace holds scratch memory for every thread.
@@ -106,8 +139,16 @@ Result<MoePlan> MoePlan::Create(const ExpertsTable& experts, const MoePlanOption
   return plan;
 }
 
+Result<MoePlan> MoePlan::Create(const PreparedExperts& experts, const MoePlanOptions& options) {
+  if (auto same = CheckPackageDevice(experts.identity(), experts.device(), options.device); !same)
+    return tl::unexpected(same.error());
+  return Create(experts.table(), options);
+}
+
 Result<LinearPlan> LinearPlan::Create(const PreparedLinear& linear, const LinearPlanOptions& options) {
   if (Result<void> checked = CheckCommonOptions(options); !checked) return tl::unexpected(checked.error());
+  if (auto same = CheckPackageDevice(linear.identity(), linear.device(), options.device); !same)
+    return tl::unexpected(same.error());
   LinearPlan plan;
   plan.options_ = options;
   if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "base/parallel.h"
+#include "moe/device_memory.h"
 #include "moe/slab_hash.h"
 #include "moe/slab_plan.h"
 
@@ -66,17 +66,16 @@ std::string MatrixPlace(const ExpertsSource& source, const SegmentSpec& segment,
 }
 
 Result<void> CopyPart(std::string_view place, std::string_view name, const void* from, uint64_t offset,
-                      uint64_t bytes, HostBuffer& slab) {
+                      uint64_t bytes, DeviceBuffer& slab) {
   if (offset == kAbsentOffset) return {};
   if (from == nullptr) {
     return Error(StatusCode::kUsage, fmt::format("{}: the pointer to the {} is null", place, name));
   }
-  std::memcpy(slab.data() + offset, from, bytes);
-  return {};
+  return WriteBuffer(slab, offset, {static_cast<const std::byte*>(from), bytes});
 }
 
 Result<void> CopyMatrix(std::string_view place, const MatrixDesc& desc, const MatrixWeights& weights,
-                        HostBuffer& slab) {
+                        DeviceBuffer& slab) {
   const struct {
     std::string_view name;
     const void* from;
@@ -92,6 +91,18 @@ Result<void> CopyMatrix(std::string_view place, const MatrixDesc& desc, const Ma
       return copied;
   }
   return {};
+}
+
+// Where the codes of PresentMatrices(table) are now.
+std::vector<const std::byte*> CodesOf(const ExpertsTable& table, std::span<const SegmentWeights> weights) {
+  std::vector<const std::byte*> codes;
+  for (size_t s = 0; s < weights.size(); ++s) {
+    for (int p = 0; p < kNumProjections; ++p) {
+      if (table.segments()[s].matrices[p].present())
+        codes.push_back(static_cast<const std::byte*>(weights[s].matrices[p].codes));
+    }
+  }
+  return codes;
 }
 
 }  // namespace
@@ -134,7 +145,7 @@ Result<PreparedExperts> PrepareExperts(const ExpertsSource& source, std::span<co
     return Error(StatusCode::kUsage, fmt::format("{}: weights of {} segments; legal: {}", source.identity,
                                                  weights.size(), source.segments.size()));
   }
-  Result<HostBuffer> slab = AllocateSlab(table->slab_bytes(), source.identity, options);
+  Result<DeviceBuffer> slab = AllocateSlab(table->slab_bytes(), source.identity, options);
   if (!slab) return tl::unexpected(slab.error());
   std::vector<Result<void>> copied(weights.size());
   ParallelFor(options.num_threads, weights.size(), [&](uint64_t s) {
@@ -147,8 +158,10 @@ Result<PreparedExperts> PrepareExperts(const ExpertsSource& source, std::span<co
   for (const Result<void>& result : copied) {
     if (!result) return tl::unexpected(result.error());
   }
-  std::string hash = options.hash ? HashSlab(*table, slab->data(), options.num_threads) : std::string();
-  return PreparedExperts::Create(*std::move(table), *std::move(slab), std::move(hash));
+  Result<std::string> hash =
+      options.hash ? HashSlab(*table, CodesOf(*table, weights), *slab, options.num_threads) : std::string();
+  if (!hash) return tl::unexpected(hash.error());
+  return PreparedExperts::Create(*std::move(table), *std::move(slab), *std::move(hash));
 }
 
 }  // namespace espalier

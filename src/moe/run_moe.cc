@@ -53,6 +53,18 @@ Result<void> CheckCapacity(uint64_t num_tokens, uint64_t max_tokens, const void*
   return {};
 }
 
+// The device of a call: that of its package, and a stream of it.
+Result<void> CheckCallDevice(const Device& plan, const Device& package, const std::string& identity,
+                             const void* stream) {
+  if (package != plan) {
+    return Error(StatusCode::kDevice, fmt::format("{}: the package is on {}; the plan was made for {}",
+                                                  identity, DeviceText(package), DeviceText(plan)));
+  }
+  if (stream != nullptr && plan.is_host())
+    return Error(StatusCode::kUsage, "a stream on the host; legal: null, or a plan for a GPU");
+  return {};
+}
+
 uint64_t ElementBytes(Dtype dtype) { return static_cast<uint64_t>(DtypeBits(dtype)) / 8; }
 
 Result<void> CheckMoePackage(const MoePlan& plan, const PreparedExperts& experts) {
@@ -86,6 +98,9 @@ Result<void> RunMoe(const MoePlan& plan, const PreparedExperts& experts, const M
   if (args.num_tokens == 0) return {};
   const MoePlanOptions& options = plan.options();
   if (Result<void> checked = CheckMoePackage(plan, experts); !checked) return checked;
+  if (auto checked = CheckCallDevice(options.device, experts.device(), experts.identity(), args.stream);
+      !checked)
+    return checked;
   if (Result<void> checked = CheckCapacity(args.num_tokens, options.max_tokens, args.workspace,
                                            args.workspace_bytes, plan.workspace_bytes());
       !checked) {
@@ -119,6 +134,9 @@ Result<void> RunLinear(const LinearPlan& plan, const PreparedLinear& linear, con
         fmt::format("{}: {} x {}; the plan was made for a matrix of {} x {}", linear.identity(),
                     linear.in_channels(), linear.out_channels(), plan.in_channels_, plan.out_channels_));
   }
+  if (auto checked = CheckCallDevice(options.device, linear.device(), linear.identity(), args.stream);
+      !checked)
+    return checked;
   if (Result<void> checked = CheckCapacity(args.num_tokens, options.max_tokens, args.workspace,
                                            args.workspace_bytes, plan.workspace_bytes());
       !checked) {

@@ -6,32 +6,36 @@
 #include <algorithm>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "base/parallel.h"
 #include "base/sha256.h"
+#include "moe/device_memory.h"
 
 namespace espalier {
 namespace {
 
 constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
 
-std::string HashBytes(const std::byte* slab, uint64_t offset, uint64_t size_bytes) {
-  return Sha256Hex({slab + offset, size_bytes});
-}
-
-std::string HashVector(const std::byte* slab, uint64_t offset, uint32_t channels) {
-  return offset == kAbsentOffset ? "-" : HashBytes(slab, offset, uint64_t{channels} * sizeof(uint16_t));
+Result<std::string> HashVector(const DeviceBuffer& slab, uint64_t offset, uint32_t channels) {
+  if (offset == kAbsentOffset) return std::string("-");
+  std::vector<std::byte> bytes(uint64_t{channels} * sizeof(uint16_t));
+  if (auto read = ReadBuffer(slab, offset, bytes); !read) return tl::unexpected(read.error());
+  return Sha256Hex(bytes);
 }
 
 // Everything about a matrix but its codes.
-std::string MatrixText(const SegmentDesc& segment, int projection, const std::byte* slab) {
+Result<std::string> MatrixText(const SegmentDesc& segment, int projection, const DeviceBuffer& slab) {
   const MatrixDesc& matrix = segment.matrices[projection];
+  const Result<std::string> suh = HashVector(slab, matrix.suh_offset_bytes, matrix.in_channels);
+  if (!suh) return suh;
+  const Result<std::string> svh = HashVector(slab, matrix.svh_offset_bytes, matrix.out_channels);
+  if (!svh) return svh;
+  const Result<std::string> bias = HashVector(slab, matrix.bias_offset_bytes, matrix.out_channels);
+  if (!bias) return bias;
   return fmt::format("{} {} {} {} x {} K {} codebook {} suh {} svh {} bias {}\n", segment.expert,
                      segment.valid_intermediate_channels, projection, matrix.in_channels, matrix.out_channels,
-                     matrix.bits, static_cast<int>(matrix.codebook),
-                     HashVector(slab, matrix.suh_offset_bytes, matrix.in_channels),
-                     HashVector(slab, matrix.svh_offset_bytes, matrix.out_channels),
-                     HashVector(slab, matrix.bias_offset_bytes, matrix.out_channels));
+                     matrix.bits, static_cast<int>(matrix.codebook), *suh, *svh, *bias);
 }
 
 void Update(Sha256& hash, std::string_view text) { hash.Update(std::as_bytes(std::span(text))); }
@@ -63,12 +67,8 @@ std::vector<MatrixDesc> PresentMatrices(const ExpertsTable& table) {
   return matrices;
 }
 
-std::string HashPiece(const MatrixDesc& matrix, const CodePiece& piece, const std::byte* slab) {
-  return HashBytes(slab, matrix.codes_offset_bytes + piece.first_byte, piece.size_bytes);
-}
-
-std::string HashTable(const ExpertsTable& table, std::span<const std::string> piece_hashes,
-                      const std::byte* slab) {
+Result<std::string> HashTable(const ExpertsTable& table, std::span<const std::string> piece_hashes,
+                              const DeviceBuffer& slab) {
   const MoeGeometry& geometry = table.geometry();
   Sha256 hash;
   Update(hash, fmt::format("experts {} hidden {} of {} activation {} scale {}\n", geometry.experts,
@@ -78,7 +78,9 @@ std::string HashTable(const ExpertsTable& table, std::span<const std::string> pi
   for (const SegmentDesc& segment : table.segments()) {
     for (int p = 0; p < kNumProjections; ++p) {
       if (!segment.matrices[p].present()) continue;
-      Update(hash, MatrixText(segment, p, slab));
+      const Result<std::string> text = MatrixText(segment, p, slab);
+      if (!text) return text;
+      Update(hash, *text);
       const size_t count = CodePieces({&segment.matrices[p], 1}).size();
       for (size_t i = 0; i < count; ++i) Update(hash, piece_hashes[next++] + "\n");
     }
@@ -86,18 +88,28 @@ std::string HashTable(const ExpertsTable& table, std::span<const std::string> pi
   return hash.FinishHex();
 }
 
-std::string HashSlab(const ExpertsTable& table, const std::byte* slab, int num_threads) {
-  const std::vector<MatrixDesc> matrices = PresentMatrices(table);
-  const std::vector<CodePiece> pieces = CodePieces(matrices);
+Result<std::string> HashSlab(const ExpertsTable& table, std::span<const std::byte* const> codes,
+                             const DeviceBuffer& slab, int num_threads) {
+  const std::vector<CodePiece> pieces = CodePieces(PresentMatrices(table));
   std::vector<std::string> hashes(pieces.size());
-  ParallelFor(num_threads, pieces.size(),
-              [&](uint64_t i) { hashes[i] = HashPiece(matrices[pieces[i].matrix], pieces[i], slab); });
+  ParallelFor(num_threads, pieces.size(), [&](uint64_t i) {
+    hashes[i] = Sha256Hex({codes[pieces[i].matrix] + pieces[i].first_byte, pieces[i].size_bytes});
+  });
   return HashTable(table, hashes, slab);
 }
 
-Result<HostBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity,
-                                const LoadOptions& options) {
-  Result<HostBuffer> slab = options.allocate ? options.allocate(size_bytes) : HostBuffer::Create(size_bytes);
+Result<DeviceBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity,
+                                  const LoadOptions& options) {
+  if (options.allocate && !options.device.is_host()) {
+    return Error(StatusCode::kUsage,
+                 fmt::format("{}: an allocator of host memory for a slab on {}; legal: one "
+                             "of the two",
+                             identity, DeviceText(options.device)));
+  }
+  Result<DeviceBuffer> slab =
+      options.allocate
+          ? options.allocate(size_bytes).map([](HostBuffer host) { return DeviceBuffer(std::move(host)); })
+          : DeviceBuffer::Create(options.device, size_bytes);
   if (!slab) return Error(slab.error().code(), fmt::format("{}: {}", identity, slab.error().message()));
   if (slab->size_bytes() < size_bytes ||
       reinterpret_cast<uintptr_t>(slab->data()) % kSlabAlignmentBytes != 0) {

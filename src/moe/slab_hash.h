@@ -28,21 +28,20 @@ std::vector<CodePiece> CodePieces(std::span<const MatrixDesc> matrices);
 // Every matrix of a table: by segment, then by projection.
 std::vector<MatrixDesc> PresentMatrices(const ExpertsTable& table);
 
-// SHA-256 of the codes of one piece, in hex.
-std::string HashPiece(const MatrixDesc& matrix, const CodePiece& piece, const std::byte* slab);
-
 // Hash of the package: of a text that gives, for every matrix, its shape, rate, codebook and the hashes of
 // its pieces and vectors. `piece_hashes` is parallel to CodePieces(PresentMatrices(table)). Gaps of the slab
-// do not count, nor does whether equal vectors share a place.
-std::string HashTable(const ExpertsTable& table, std::span<const std::string> piece_hashes,
-                      const std::byte* slab);
+// do not count, nor does whether equal vectors share a place. Error: kDevice.
+Result<std::string> HashTable(const ExpertsTable& table, std::span<const std::string> piece_hashes,
+                              const DeviceBuffer& slab);
 
-// All of it for bytes that are there already.
-std::string HashSlab(const ExpertsTable& table, const std::byte* slab, int num_threads);
+// All of it, for codes in host memory: `codes` is parallel to PresentMatrices(table).
+Result<std::string> HashSlab(const ExpertsTable& table, std::span<const std::byte* const> codes,
+                             const DeviceBuffer& slab, int num_threads);
 
-// A slab from options.allocate or the heap. Errors: kCapacity; kUsage when the caller's allocator gives too
-// little or unaligned memory.
-Result<HostBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity, const LoadOptions& options);
+// A slab on options.device, or from options.allocate. Errors: kCapacity, kDevice; kUsage when the caller's
+// allocator gives too little or unaligned memory, or memory of the host for a GPU.
+Result<DeviceBuffer> AllocateSlab(uint64_t size_bytes, const std::string& identity,
+                                  const LoadOptions& options);
 
 }  // namespace espalier
 

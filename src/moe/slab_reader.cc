@@ -10,13 +10,20 @@
 #include <optional>
 #include <set>
 
+#include "base/sha256.h"
+#include "moe/device_memory.h"
 #include "moe/workspace.h"
 
 namespace espalier {
 namespace {
 
-constexpr uint64_t kMaxLaneBytes = uint64_t{1} << 20;
-constexpr uint64_t kMinLaneBytes = uint64_t{64} << 10;
+constexpr uint64_t kMaxScratchBytes = uint64_t{1} << 20;
+constexpr uint64_t kMinScratchBytes = uint64_t{64} << 10;
+// A copy of a window takes longer than its call, and a smaller part of what reading it takes: so one window a
+// thread is enough, and the other threads read meanwhile.
+constexpr uint64_t kMaxWindowBytes = uint64_t{4} << 20;
+constexpr uint64_t kPageBytes = 4096;
+constexpr int kMaxLanes = 4096;
 constexpr uint16_t kFp16One = 0x3C00;
 constexpr uint16_t kFp16MinusOne = 0xBC00;
 
@@ -140,6 +147,10 @@ Result<void> SlabReader::AddCodes(std::span<const PlacedMatrix> matrices) {
       task.bytes += RegionBytes(*cut);
       task.regions.push_back(*cut);
     }
+    task.target_offset = matrices_[piece.matrix].codes_offset_bytes + piece.first_byte;
+    task.target_bytes = piece.size_bytes;
+    task.unit_bytes =
+        matrices_[piece.matrix].code_bytes() / (matrices_[piece.matrix].in_channels / kTileChannels);
     if (task.bytes != piece.size_bytes) {
       return Error(StatusCode::kFormat,
                    fmt::format("{}: found {} bytes for codes [{}, +{}), legal: all of them", source.name,
@@ -154,8 +165,9 @@ void SlabReader::AddVector(const VectorSource& source, uint64_t offset, uint64_t
   Task task;
   task.regions = source.regions;
   for (const CopyRegion& region : task.regions) task.bytes += RegionBytes(region);
+  task.target_offset = offset;
+  task.target_bytes = task.unit_bytes = channels * sizeof(uint16_t);
   if (source.kind == VectorSource::Kind::kSignBits) {
-    task.signs_offset = offset;
     task.sign_channels = channels;
   } else {
     for (CopyRegion& region : task.regions) region.target_offset += offset;
@@ -165,36 +177,93 @@ void SlabReader::AddVector(const VectorSource& source, uint64_t offset, uint64_t
 
 SlabReader::Staging SlabReader::ChooseStaging(const LoadOptions& options) const {
   const int threads = NumLanes(options.num_threads);
-  const auto tasks = static_cast<int>(std::clamp<uint64_t>(tasks_.size(), 1, 4096));
-  if (!needs_staging_) return {.lanes = std::min(threads, tasks), .lane_bytes = 0};
-  const uint64_t most = std::max<uint64_t>(options.staging_bytes / kMinLaneBytes, 1);
-  const int lanes = std::min({threads, tasks, static_cast<int>(std::min<uint64_t>(most, 4096))});
+  const auto tasks = static_cast<int>(std::clamp<uint64_t>(tasks_.size(), 1, kMaxLanes));
+  const int max_lanes = std::min(threads, tasks);
+  if (!options.device.is_host()) return ChooseDeviceStaging(options, max_lanes);
+  if (!needs_staging_) return {.lanes = max_lanes};
+  const uint64_t most = std::max<uint64_t>(options.staging_bytes / kMinScratchBytes, 1);
+  const int lanes = std::min(max_lanes, static_cast<int>(std::min<uint64_t>(most, kMaxLanes)));
   // Whole pages, so that the sum stays below what was asked for.
-  const uint64_t share = options.staging_bytes / static_cast<uint64_t>(lanes) / 4096 * 4096;
-  return {.lanes = lanes, .lane_bytes = std::clamp(share, kMinLaneBytes, kMaxLaneBytes)};
+  const uint64_t share = options.staging_bytes / static_cast<uint64_t>(lanes) / kPageBytes * kPageBytes;
+  return {.lanes = lanes, .scratch_bytes = std::clamp(share, kMinScratchBytes, kMaxScratchBytes)};
+}
+
+SlabReader::Staging SlabReader::ChooseDeviceStaging(const LoadOptions& options, int max_lanes) const {
+  uint64_t least_window = kPageBytes;
+  for (const Task& task : tasks_) least_window = std::max(least_window, RoundUp(task.unit_bytes, kPageBytes));
+  const uint64_t least_scratch = needs_staging_ ? kMinScratchBytes : 0;
+  const uint64_t most = std::max<uint64_t>(options.staging_bytes / (least_window + least_scratch), 1);
+  const int lanes = std::min(max_lanes, static_cast<int>(std::min<uint64_t>(most, kMaxLanes)));
+  const uint64_t share = options.staging_bytes / static_cast<uint64_t>(lanes) / kPageBytes * kPageBytes;
+  // One thread may need more than was asked for: a row of tiles is the least that can be read.
+  const uint64_t spare = share - std::min(share, least_window + least_scratch);
+  const uint64_t more_scratch =
+      std::min(spare / 4 / kPageBytes * kPageBytes, kMaxScratchBytes - kMinScratchBytes);
+  const uint64_t scratch = needs_staging_ ? least_scratch + more_scratch : 0;
+  const uint64_t window = share - std::min(share, scratch);
+  return {.lanes = lanes,
+          .scratch_bytes = scratch,
+          .window_bytes = std::clamp(window, least_window, std::max(least_window, kMaxWindowBytes))};
 }
 
 uint64_t SlabReader::StagingBytes(const LoadOptions& options) const {
   const Staging staging = ChooseStaging(options);
-  return static_cast<uint64_t>(staging.lanes) * staging.lane_bytes;
+  return static_cast<uint64_t>(staging.lanes) * staging.lane_bytes();
 }
 
-Result<void> SlabReader::RunTask(const Task& task, std::span<std::byte> staging, HostBuffer& slab) const {
-  if (task.sign_channels == 0) return checkpoint_->ReadRegions(task.regions, slab.span(), staging);
+Result<HostBuffer> SlabReader::AllocateStaging(const Staging& staging, const Device& device) const {
+  const uint64_t bytes = static_cast<uint64_t>(staging.lanes) * staging.lane_bytes();
+  return device.is_host() ? HostBuffer::Create(bytes) : AllocatePinned(device, bytes);
+}
+
+Result<void> SlabReader::RunTask(const Task& task, uint64_t target_offset, std::span<std::byte> target,
+                                 std::span<std::byte> scratch) const {
+  if (task.sign_channels == 0) {
+    if (target_offset == 0) return checkpoint_->ReadRegions(task.regions, target, scratch);
+    std::vector<CopyRegion> regions = task.regions;
+    for (CopyRegion& region : regions) region.target_offset -= target_offset;
+    return checkpoint_->ReadRegions(regions, target, scratch);
+  }
   // A row of bits fits: 64 KiB hold the signs of 524,288 channels.
   const uint64_t bytes = task.sign_channels / 8;
-  if (bytes > staging.size()) {
+  if (bytes > scratch.size()) {
     return Error(StatusCode::kCapacity, fmt::format("{}: {} channels of packed signs; legal: at most {}",
-                                                    identity_, task.sign_channels, staging.size() * 8));
+                                                    identity_, task.sign_channels, scratch.size() * 8));
   }
-  const std::span<std::byte> bits = staging.first(bytes);
+  const std::span<std::byte> bits = scratch.first(bytes);
   if (auto read = checkpoint_->ReadRegions(task.regions, bits); !read) return read;
+  std::byte* signs = target.data() + (task.target_offset - target_offset);
   for (uint64_t i = 0; i < task.sign_channels; ++i) {
     // 16-bit little-endian words, least significant bit first: the same as bytes, bit by bit.
     const bool negative = (static_cast<unsigned>(bits[i / 8]) >> (i % 8) & 1u) != 0;
     const uint16_t value = negative ? kFp16MinusOne : kFp16One;
-    std::memcpy(slab.data() + task.signs_offset + i * sizeof(value), &value, sizeof(value));
+    std::memcpy(signs + i * sizeof(value), &value, sizeof(value));
   }
+  return {};
+}
+
+Result<void> SlabReader::UploadTask(const Task& task, std::span<std::byte> scratch,
+                                    std::span<std::byte> window, DeviceBuffer& slab,
+                                    std::string* hash) const {
+  Sha256 sha256;
+  const uint64_t end = task.target_offset + task.target_bytes;
+  const uint64_t step = window.size() / task.unit_bytes * task.unit_bytes;
+  for (uint64_t begin = task.target_offset; begin < end; begin += step) {
+    const std::span<std::byte> target = window.first(std::min(step, end - begin));
+    Task part = task;
+    if (task.sign_channels == 0) {
+      part.regions.clear();
+      for (const CopyRegion& region : task.regions) {
+        if (auto cut = CutTarget(region, begin, begin + target.size())) part.regions.push_back(*cut);
+      }
+    }
+    if (auto read = RunTask(part, begin, target, scratch); !read) return read;
+    if (hash != nullptr) sha256.Update(target);
+    if (auto written = WriteBuffer(slab, begin, target); !written) {
+      return Error(written.error().code(), fmt::format("{}: {}", identity_, written.error().message()));
+    }
+  }
+  if (hash != nullptr) *hash = sha256.FinishHex();
   return {};
 }
 
@@ -206,20 +275,28 @@ Result<void> SlabReader::CheckFiles() const {
   return {};
 }
 
-Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, HostBuffer& slab) const {
+Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, DeviceBuffer& slab) const {
   const Staging staging = ChooseStaging(options);
-  Result<HostBuffer> scratch = HostBuffer::Create(static_cast<uint64_t>(staging.lanes) * staging.lane_bytes);
-  if (!scratch) return tl::unexpected(scratch.error());
+  Result<HostBuffer> memory = AllocateStaging(staging, options.device);
+  if (!memory) return tl::unexpected(memory.error());
   std::vector<std::string> hashes(options.hash ? pieces_.size() : 0);
   Outcome outcome(options, read_bytes_);
-  RunOnLanes(staging.lanes, tasks_.size(), [&](uint64_t lane, uint64_t task) {
+  RunOnLanes(staging.lanes, tasks_.size(), [&](uint64_t lane, uint64_t index) {
     if (outcome.failed()) return;
-    const Result<void> done =
-        RunTask(tasks_[task], scratch->span().subspan(lane * staging.lane_bytes, staging.lane_bytes), slab);
-    // While the piece is still in the cache.
-    if (done && task < hashes.size())
-      hashes[task] = HashPiece(matrices_[pieces_[task].matrix], pieces_[task], slab.data());
-    outcome.Finish(task, done, tasks_[task].bytes);
+    const Task& task = tasks_[index];
+    const std::span<std::byte> own =
+        memory->span().subspan(lane * staging.lane_bytes(), staging.lane_bytes());
+    const std::span<std::byte> scratch = own.first(staging.scratch_bytes);
+    std::string* hash = index < hashes.size() ? &hashes[index] : nullptr;
+    Result<void> done;
+    if (slab.device().is_host()) {
+      done = RunTask(task, 0, {slab.data(), slab.size_bytes()}, scratch);
+      // While the piece is still in the cache.
+      if (done && hash != nullptr) *hash = Sha256Hex({slab.data() + task.target_offset, task.target_bytes});
+    } else {
+      done = UploadTask(task, scratch, own.subspan(staging.scratch_bytes), slab, hash);
+    }
+    outcome.Finish(index, done, task.bytes);
   });
   if (auto done = outcome.Take(); !done) return tl::unexpected(done.error());
   if (auto same = CheckFiles(); !same) return tl::unexpected(same.error());

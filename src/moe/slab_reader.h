@@ -29,28 +29,35 @@ class SlabReader {
                                    std::span<const PlacedMatrix> matrices);
 
   uint64_t read_bytes() const { return read_bytes_; }
-  // Memory beside the slab that Read takes under these options.
+  // Host memory beside the slab that Read takes under these options.
   uint64_t StagingBytes(const LoadOptions& options) const;
 
   // kIo when one of the files is not what it was when its header was read. Read checks again at its end.
   Result<void> CheckFiles() const;
 
-  // Fills the slab; returns the hashes of CodePieces, none unless options.hash. Errors: kIo (also a file that
-  // changed since it was opened), kCapacity.
-  Result<std::vector<std::string>> Read(const LoadOptions& options, HostBuffer& slab) const;
+  // Fills a slab on options.device; returns the hashes of CodePieces, none unless options.hash. Errors: kIo
+  // (also a file that changed since it was opened), kCapacity, kDevice.
+  Result<std::vector<std::string>> Read(const LoadOptions& options, DeviceBuffer& slab) const;
 
  private:
   // One thread's work at a time.
   struct Task {
-    std::vector<CopyRegion> regions;  // targets are bytes of the slab
-    uint64_t bytes = 0;
-    // Sign bits to be expanded: fp16 values at this place.
-    uint64_t signs_offset = kAbsentOffset;
-    uint64_t sign_channels = 0;
+    std::vector<CopyRegion> regions;  // targets are bytes of the slab, or of the bits where those are signs
+    uint64_t bytes = 0;               // to be read
+    // What it fills. A part of it that is a multiple of the unit can be read on its own.
+    uint64_t target_offset = 0;
+    uint64_t target_bytes = 0;
+    uint64_t unit_bytes = 0;
+    uint64_t sign_channels = 0;  // not 0: sign bits to be expanded to fp16 values
   };
+  // Host memory of one thread: what is read row by row goes through the scratch; a slab on a GPU is filled
+  // through the window.
   struct Staging {
     int lanes = 1;
-    uint64_t lane_bytes = 0;
+    uint64_t scratch_bytes = 0;
+    uint64_t window_bytes = 0;
+
+    uint64_t lane_bytes() const { return scratch_bytes + window_bytes; }
   };
 
   SlabReader(const Checkpoint& checkpoint, std::string identity)
@@ -59,7 +66,14 @@ class SlabReader {
   Result<void> AddCodes(std::span<const PlacedMatrix> matrices);
   void AddVector(const VectorSource& source, uint64_t offset, uint64_t channels);
   Staging ChooseStaging(const LoadOptions& options) const;
-  Result<void> RunTask(const Task& task, std::span<std::byte> staging, HostBuffer& slab) const;
+  Staging ChooseDeviceStaging(const LoadOptions& options, int max_lanes) const;
+  Result<HostBuffer> AllocateStaging(const Staging& staging, const Device& device) const;
+  // Fills `target`, which begins at byte `target_offset` of the slab, with the task or a part of it.
+  Result<void> RunTask(const Task& task, uint64_t target_offset, std::span<std::byte> target,
+                       std::span<std::byte> scratch) const;
+  // Through host memory to a slab elsewhere. Hashes on the way when `hash` is not null.
+  Result<void> UploadTask(const Task& task, std::span<std::byte> scratch, std::span<std::byte> window,
+                          DeviceBuffer& slab, std::string* hash) const;
 
   const Checkpoint* checkpoint_;
   std::string identity_;

@@ -54,6 +54,11 @@ void RotateBlock(const uint16_t* suh, const uint16_t* svh, double* block) {
 }  // namespace
 
 Result<std::vector<float>> DecodeMatrix(const PreparedLinear& linear, bool inner) {
+  if (!linear.device().is_host()) {
+    return Error(StatusCode::kDevice,
+                 fmt::format("{}: the matrix is on {}; legal: one on the host (ToDevice)", linear.identity(),
+                             DeviceText(linear.device())));
+  }
   const MatrixView matrix = ViewOf(linear.matrix(), linear.slab());
   const uint64_t out = matrix.out_channels;
   const uint64_t out_blocks = out / kBlock;

@@ -12,6 +12,7 @@
 #include "base/checked.h"
 #include "base/half.h"
 #include "reference/activation.h"
+#include "support/elements.h"
 
 namespace espalier::test {
 namespace {
@@ -141,127 +142,6 @@ MoeCall RandomCall(const PreparedExperts& experts, uint64_t num_tokens, uint32_t
   for (int64_t& id : call.ids) id = static_cast<int64_t>(random.Below(experts.geometry().experts + 1)) - 1;
   for (float& weight : call.weights) weight = static_cast<float>(random.Normal());
   return call;
-}
-
-namespace {
-
-constexpr std::byte kPoison{0xFF};  // NaN in every float type, -1 in every integer
-constexpr size_t kGuardBytes = 256;
-
-void Encode(Dtype dtype, double value, std::byte* target) {
-  const auto put = [target](auto element) { std::memcpy(target, &element, sizeof(element)); };
-  if (dtype == Dtype::kF64) put(value);
-  if (dtype == Dtype::kF32) put(static_cast<float>(value));
-  if (dtype == Dtype::kF16) put(DoubleToFp16(value));
-  if (dtype == Dtype::kBF16) put(DoubleToBf16(value));
-}
-
-double Decode(Dtype dtype, const std::byte* source) {
-  const auto get = [source](auto element) {
-    std::memcpy(&element, source, sizeof(element));
-    return element;
-  };
-  if (dtype == Dtype::kF64) return get(double{});
-  if (dtype == Dtype::kF32) return double{get(float{})};
-  const uint16_t bits = get(uint16_t{});
-  return dtype == Dtype::kF16 ? double{Fp16ToFloat(bits)} : double{Bf16ToFloat(bits)};
-}
-
-// Rows with padding between them and a guard behind the last; all of it poisoned to begin with.
-class Rows {
- public:
-  Rows(uint64_t num_rows, uint64_t row_elements, uint64_t padding, uint64_t element_bytes)
-      : num_rows_(num_rows),
-        row_bytes_(row_elements * element_bytes),
-        stride_bytes_((row_elements + padding) * element_bytes),
-        element_bytes_(element_bytes),
-        storage_(num_rows * stride_bytes_ + kGuardBytes, kPoison) {}
-
-  std::byte* data() { return storage_.data(); }
-  uint64_t stride() const { return stride_bytes_ / element_bytes_; }
-  std::byte* At(uint64_t element) {
-    const uint64_t per_row = row_bytes_ / element_bytes_;
-    return storage_.data() + element / per_row * stride_bytes_ + element % per_row * element_bytes_;
-  }
-  void CheckGaps() const {
-    for (uint64_t i = 0; i < storage_.size(); ++i) {
-      const bool inside = i / stride_bytes_ < num_rows_ && i % stride_bytes_ < row_bytes_;
-      if (!inside && storage_[i] != kPoison) throw std::runtime_error("written outside the rows of y");
-    }
-  }
-
- private:
-  uint64_t num_rows_;
-  uint64_t row_bytes_;
-  uint64_t stride_bytes_;
-  uint64_t element_bytes_;
-  std::vector<std::byte> storage_;
-};
-
-MoePlanOptions PlanOptions(const MoeCall& call, const std::string& executor) {
-  return {.max_tokens = call.max_tokens != 0 ? call.max_tokens : call.num_tokens,
-          .top_k = call.top_k,
-          .id_type = call.id_type,
-          .input = call.input,
-          .output = call.output,
-          .checked_ids = call.checked_ids,
-          .executor = executor,
-          .num_threads = call.num_threads};
-}
-
-uint64_t BytesOf(Dtype dtype) { return static_cast<uint64_t>(DtypeBits(dtype)) / 8; }
-
-}  // namespace
-
-Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call,
-                             const std::string& executor) {
-  const Result<MoePlan> plan = MoePlan::Create(experts, PlanOptions(call, executor));
-  if (!plan) return tl::unexpected(plan.error());
-  const uint64_t hidden = experts.geometry().hidden_channels;
-  const bool wide_ids = call.id_type == IdType::kInt64;
-  Rows x(call.num_tokens, hidden, call.stride_padding, BytesOf(call.input));
-  Rows y(call.num_tokens, hidden, call.stride_padding, BytesOf(call.output));
-  Rows ids(call.num_tokens, call.top_k, call.stride_padding, wide_ids ? 8 : 4);
-  Rows weights(call.num_tokens, call.top_k, call.stride_padding, sizeof(float));
-  for (uint64_t i = 0; i < call.x.size(); ++i) Encode(call.input, call.x[i], x.At(i));
-  for (uint64_t i = 0; i < call.ids.size(); ++i) {
-    std::memcpy(ids.At(i), &call.ids[i], wide_ids ? 8 : 4);
-    std::memcpy(weights.At(i), &call.weights[i], sizeof(float));
-  }
-  for (uint64_t i = 0; i < call.y.size(); ++i) Encode(call.output, call.y[i], y.At(i));
-
-  HostBuffer workspace = Require(HostBuffer::Create(plan->workspace_bytes() + kGuardBytes));
-  std::memset(workspace.data(), static_cast<int>(kPoison), workspace.size_bytes());
-  const MoeArgs args = {.num_tokens = call.num_tokens,
-                        .x = x.data(),
-                        .x_row_stride = x.stride(),
-                        .topk_ids = ids.data(),
-                        .topk_ids_row_stride = ids.stride(),
-                        .topk_weights = reinterpret_cast<const float*>(weights.data()),
-                        .topk_weights_row_stride = weights.stride(),
-                        .expert_map = call.expert_map.empty() ? nullptr : call.expert_map.data(),
-                        .expert_map_size = static_cast<uint32_t>(call.expert_map.size()),
-                        .y = y.data(),
-                        .y_row_stride = y.stride(),
-                        .accumulate = call.accumulate,
-                        .workspace = workspace.data(),
-                        .workspace_bytes = plan->workspace_bytes()};
-  const Result<void> run = RunMoe(*plan, experts, args);
-  if (!run) return tl::unexpected(run.error());
-  y.CheckGaps();
-  for (uint64_t i = plan->workspace_bytes(); i < workspace.size_bytes(); ++i) {
-    if (workspace.data()[i] != kPoison) throw std::runtime_error("written behind the workspace");
-  }
-  MoeOutput output;
-  for (uint64_t i = 0; i < call.num_tokens * hidden; ++i) {
-    output.bytes.insert(output.bytes.end(), y.At(i), y.At(i) + BytesOf(call.output));
-    output.values.push_back(Decode(call.output, y.At(i)));
-  }
-  return output;
-}
-
-MoeOutput RunCall(const PreparedExperts& experts, const MoeCall& call, const std::string& executor) {
-  return Require(TryRunCall(experts, call, executor));
 }
 
 PreparedLinear LinearOf(const PreparedExperts& experts, const MatrixDesc& matrix) {

@@ -105,8 +105,9 @@ struct MoeOutput {
   std::vector<double> values;    // the same
 };
 
-// Runs on poisoned workspace and (unless accumulating) poisoned output. Throws when a byte outside the
-// rows of y or behind the workspace was written.
+// Runs on poisoned workspace and (unless accumulating) poisoned output, on a copy of the package where the
+// executor works on another device. Throws when a byte outside the rows of y or behind the workspace was
+// written.
 Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call,
                              const std::string& executor);
 

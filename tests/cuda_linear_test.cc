@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// RunLinear on a GPU beyond linear_test: every rate and codebook in every regime of token counts, and in
+// graphs.
+#include <espalier/backend.h>
+#include <fmt/format.h>
+
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "gpu_test.h"
+#include "support/elements.h"
+
+namespace espalier {
+namespace {
+
+using test::BytesOf;
+using test::Compare;
+using test::kFirstGpu;
+using test::MakeLinear;
+using test::MatrixFormat;
+using test::PlacedBytes;
+using test::Random;
+
+constexpr double kGate = 1e-3;
+constexpr double kCosine = 0.999999;
+
+struct Types {
+  Dtype input = Dtype::kF32;
+  Dtype output = Dtype::kF32;
+};
+
+// One call and its memory on the host or a GPU, poisoned.
+class LinearCall {
+ public:
+  LinearCall(const PreparedLinear& linear, const std::vector<double>& x, const Types& types)
+      : linear_(linear),
+        types_(types),
+        tokens_(x.size() / linear.in_channels()),
+        plan_(LinearPlan::Create(linear, {.max_tokens = tokens_,
+                                          .input = types.input,
+                                          .output = types.output,
+                                          .device = linear.device()})
+                  .value()),
+        x_bytes_(x.size() * BytesOf(types.input)),
+        y_bytes_(tokens_ * linear.out_channels() * BytesOf(types.output), std::byte{0xFF}),
+        workspace_(HostBuffer::Create(plan_.workspace_bytes()).value()),
+        x_(linear.device(), x_bytes_),
+        y_(linear.device(), y_bytes_),
+        work_(linear.device(), workspace_.span()) {
+    for (size_t i = 0; i < x.size(); ++i)
+      test::Encode(types.input, x[i], x_bytes_.data() + i * BytesOf(types.input));
+    std::memset(workspace_.data(), 0xFF, workspace_.size_bytes());
+    x_.Push();
+    work_.Push();
+    if (!linear.device().is_host()) stream_ = cuda::Stream::Create(linear.device()).value();
+  }
+
+  const cuda::Stream& stream() const { return *stream_; }
+
+  Result<void> Run() {
+    return RunLinear(plan_, linear_,
+                     {.num_tokens = tokens_,
+                      .x = x_.data(),
+                      .x_row_stride = linear_.in_channels(),
+                      .y = y_.data(),
+                      .y_row_stride = linear_.out_channels(),
+                      .workspace = work_.data(),
+                      .workspace_bytes = plan_.workspace_bytes(),
+                      .stream = stream_ ? stream_->get() : nullptr});
+  }
+
+  const std::vector<std::byte>& Finish() {
+    if (stream_) {
+      EXPECT_TRUE(stream_->Synchronize());
+    }
+    y_.Pull();
+    return y_bytes_;
+  }
+
+  std::vector<double> Values() {
+    std::vector<double> values;
+    const std::vector<std::byte>& bytes = Finish();
+    for (size_t at = 0; at < bytes.size(); at += BytesOf(types_.output))
+      values.push_back(test::Decode(types_.output, bytes.data() + at));
+    return values;
+  }
+
+ private:
+  const PreparedLinear& linear_;
+  Types types_;
+  uint64_t tokens_;
+  LinearPlan plan_;
+  std::vector<std::byte> x_bytes_;
+  std::vector<std::byte> y_bytes_;
+  HostBuffer workspace_;
+  PlacedBytes x_, y_, work_;
+  std::optional<cuda::Stream> stream_;
+};
+
+std::vector<double> RandomInput(const PreparedLinear& linear, uint64_t tokens, uint64_t seed) {
+  Random random(seed);
+  std::vector<double> x(tokens * linear.in_channels());
+  for (double& value : x) value = random.Normal();
+  return x;
+}
+
+std::vector<double> Values(const PreparedLinear& linear, const std::vector<double>& x, const Types& types) {
+  LinearCall call(linear, x, types);
+  EXPECT_TRUE(call.Run());
+  return call.Values();
+}
+
+class CudaLinear : public GpuTest {
+ protected:
+  // Against the cpu executor, which is 2e-6 from the reference.
+  static void ExpectWithinGate(const PreparedLinear& linear, uint64_t tokens, Dtype input) {
+    const std::vector<double> x = RandomInput(linear, tokens, tokens + 1);
+    const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
+    const test::Difference difference =
+        Compare(Values(linear, x, {.input = input}), Values(placed, x, {.input = input}));
+    EXPECT_LE(difference.rel_l2, kGate);
+    EXPECT_GE(difference.cosine, kCosine);
+  }
+};
+
+TEST_F(CudaLinear, EveryRateAndCodebookAtEveryTokenCount) {
+  for (const CodebookInfo& codebook : AllCodebooks()) {
+    for (const int bits : kAllBits) {
+      const PreparedLinear linear =
+          MakeLinear(640, 384, 0, 0, {.bits = bits, .codebook = codebook.codebook}, 3);
+      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, 300}) {
+        SCOPED_TRACE(fmt::format("{} K {}, {} tokens", codebook.name, bits, tokens));
+        ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinear, ShapesPaddingAndBias) {
+  struct Shape {
+    uint32_t stored_in, stored_out, in, out;
+  };
+  for (const Shape& shape : {Shape{128, 128, 0, 0},
+                             {2048, 256, 0, 0},
+                             {256, 4096, 0, 0},
+                             {384, 384, 300, 260},
+                             {256, 384, 129, 127},
+                             {128, 256, 1, 1}}) {
+    const PreparedLinear linear =
+        MakeLinear(shape.stored_in, shape.stored_out, shape.in, shape.out, {.bits = 4, .bias = true}, 5);
+    for (const uint64_t tokens : {1, 17, 200}) {
+      SCOPED_TRACE(fmt::format("{} x {}, {} tokens", shape.stored_in, shape.stored_out, tokens));
+      ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kF32);
+    }
+  }
+}
+
+TEST_F(CudaLinear, TypesOfInputAndOutput) {
+  const PreparedLinear linear = MakeLinear(256, 384, 0, 0, {.bits = 3}, 3);
+  const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
+  for (const Dtype input : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
+    const std::vector<double> x = RandomInput(linear, 17, 4);
+    const std::vector<double> exact = Values(placed, x, {.input = input});
+    EXPECT_LE(Compare(Values(linear, x, {.input = input}), exact).rel_l2, kGate) << DtypeName(input);
+    for (const Dtype output : {Dtype::kF16, Dtype::kBF16}) {
+      const std::vector<double> rounded = Values(placed, x, {.input = input, .output = output});
+      for (size_t i = 0; i < exact.size(); ++i) {
+        const double once = output == Dtype::kF16 ? double{Fp16ToFloat(DoubleToFp16(exact[i]))}
+                                                  : double{Bf16ToFloat(DoubleToBf16(exact[i]))};
+        ASSERT_EQ(rounded[i], once) << i;
+      }
+    }
+  }
+}
+
+TEST_F(CudaLinear, RepeatsAndGraphsGiveTheSameBits) {
+  const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
+  for (const uint64_t tokens : {1, 9, 65, 300}) {
+    SCOPED_TRACE(tokens);
+    const std::vector<double> x = RandomInput(placed, static_cast<uint64_t>(tokens), 4);
+    LinearCall eager(placed, x, {});
+    ASSERT_TRUE(eager.Run());
+    const std::vector<std::byte> expected = eager.Finish();
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      LinearCall again(placed, x, {});
+      ASSERT_TRUE(again.Run());
+      ASSERT_EQ(again.Finish(), expected) << repeat;
+    }
+    LinearCall captured(placed, x, {});
+    const cuda::Graph graph = cuda::Graph::Capture(captured.stream(), [&] { return captured.Run(); }).value();
+    for (int launch = 0; launch < 3; ++launch) ASSERT_TRUE(graph.Launch(captured.stream()));
+    EXPECT_EQ(captured.Finish(), expected);
+  }
+}
+
+}  // namespace
+}  // namespace espalier
