@@ -21,6 +21,9 @@ if(NOT ESPALIER_CUDA STREQUAL OFF)
 endif()
 
 if(ESPALIER_HAS_CUDA)
+  if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90(-|;|$)")
+    message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES has 90; the kernels of that family need 90a")
+  endif()
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION} does not know sm_120; the cuda executor needs CUDA "
                         "12.8 or newer (or -DESPALIER_CUDA=OFF)")

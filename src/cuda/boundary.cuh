@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cuda/device_table.h"
+#include "cuda/launch.h"
 #include "cuda/operand.cuh"
 #include "cuda/rotate.cuh"
 #include "cuda/routes.cuh"
@@ -17,9 +18,10 @@
 
 namespace espalier::cuda {
 
-__device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, bool split_operands) {
+__device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, RowClass row_class) {
+  if (row_class == RowClass::kWide) return Operand::kWide;
   const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
-  return split_operands && !mul1 ? Operand::kSplit : Operand::kPair;
+  return row_class == RowClass::kFew && !mul1 ? Operand::kSplit : Operand::kPair;
 }
 
 // Writes a rotated row (fp32 in shared memory), with its scale and, for mul1, its sum.
@@ -27,7 +29,7 @@ __device__ inline void StoreOperands(const float* row, uint32_t channels, float 
                               uint4* group, uint32_t row_in_group, float* scale, float* sum, float* shared) {
   const int exponent = RowExponent(BlockMax(max_magnitude, shared));
   const float total = StoreRow(row, channels, PowerOfTwo(-exponent), operand, group, row_in_group);
-  if (operand == Operand::kPair) {
+  if (operand != Operand::kSplit) {
     const float all = BlockSum(total, shared);
     if (threadIdx.x == 0) *sum = all;
   }
@@ -35,9 +37,9 @@ __device__ inline void StoreOperands(const float* row, uint32_t channels, float 
 }
 
 struct BoundaryParams {
-  ActivationParams activation;
+  ActivationParams activation = {};
   bool has_gate = true;
-  bool split_operands = false;
+  RowClass row_class = RowClass::kFew;
   uint32_t intermediate = 0;  // of the widest segment: the stride
   const float* fc1 = nullptr;
   uint64_t split_stride = 0;

@@ -113,7 +113,8 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   const uint64_t rows = groups * kGroupRows;
   uint64_t split_groups = 0;
   for (uint64_t count = 1; count <= groups; ++count) {
-    const SumsPlan plan = PlanSums(LinearTiles(count * kGroupRows), 1, matrix.in_channels, matrix.out_channels);
+    const RowClass row_class = count == 1 ? RowClass::kFew : RowClass::kMany;
+    const SumsPlan plan = PlanSums(LinearTiles(count * kGroupRows, row_class), 1, matrix.in_channels, matrix.out_channels);
     split_groups = std::max(split_groups, plan.splits * count);
     if (plan.splits == 1 && count > kEnoughUnits) break;
   }
@@ -121,7 +122,7 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   config.tiles = arrays.Add(16 + groups * 16, 1);
   config.input_scales = arrays.Add(rows, sizeof(float));
   config.input_sums = arrays.Add(rows, sizeof(float));
-  config.inputs = arrays.Add(CheckedBytes(rows) * matrix.in_channels, LinearClassOf(options.max_tokens) == RowClass::kFew ? 4 : 2);
+  config.inputs = arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
   config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
   if (!total) return tl::unexpected(total.error());

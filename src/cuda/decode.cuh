@@ -95,7 +95,8 @@ __device__ __forceinline__ uint32_t PreviousWord(uint32_t last_word) {
 //           (2^-12 relative) off the format's value.
 //   kPair   two weights = two operand elements. mul1 comes as 1024 + byte sum (exact in fp16); the affine part
 //           c * s + d is taken after the sum: y = c * sum + d * (sum of activations).
-enum class Operand { kSplit, kPair };
+//   kWide   as kPair, in the order that the asynchronous matrix unit reads
+enum class Operand { kSplit, kPair, kWide };
 
 inline constexpr float kMul1Scale = 1774.0f / 262144.0f;  // 0x1EEE
 inline constexpr float kMul1Offset = -1329.0f / 128.0f;   // 0xC931

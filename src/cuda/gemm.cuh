@@ -138,7 +138,7 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, float (&sums)
 
 // One product of all tiles. Its sums go to out[split][projection][packed row][channel].
 struct GemmParams {
-  RowSource rows;
+  RowSource rows = {};
   bool prefetch = false;         // codes are on their way before the kernel before has ended
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
@@ -158,7 +158,7 @@ struct GemmParams {
   const float* input_scales = nullptr;  // [rows]
   // Makes the operands itself, from the sums of FC1: for tiles of one row.
   bool fused = false;
-  BoundaryParams boundary;
+  BoundaryParams boundary = {};
 };
 
 // How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the rows
@@ -172,6 +172,20 @@ struct SharedSums {
     return data + (split * rows + row) * row_floats + channel;
   }
 };
+
+// `to`: where the warp's first row and channel go.
+template <int T>
+__device__ __forceinline__ void ShareSums(const float (&sums)[T][4], float* to, uint32_t row_floats) {
+  to += (threadIdx.x & 3) * 2 * row_floats + (threadIdx.x & 31) / 4;
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+    to[0] = sums[t][0];
+    to[row_floats] = sums[t][1];
+    to[8] = sums[t][2];
+    to[row_floats + 8] = sums[t][3];
+    to += kGroupRows * row_floats;
+  }
+}
 
 __device__ __forceinline__ float4 TotalSums(const SharedSums& shared, uint32_t splits, uint32_t row,
                                             uint32_t channel) {
@@ -243,16 +257,7 @@ template <int kBits, Codebook kCodebook, Operand kOperand, int T>
 __device__ __forceinline__ void MultiplyAndShare(const WarpWork& work, float* shared) {
   float sums[T][4] = {};
   MultiplyWarp<kBits, kCodebook, kOperand, T>(work, sums);
-  const uint32_t row_floats = work.row_floats;
-  float* to = shared + (threadIdx.x & 3) * 2 * row_floats + (threadIdx.x & 31) / 4;
-#pragma unroll
-  for (int t = 0; t < T; ++t) {
-    to[0] = sums[t][0];
-    to[row_floats] = sums[t][1];
-    to[8] = sums[t][2];
-    to[row_floats + 8] = sums[t][3];
-    to += kGroupRows * row_floats;
-  }
+  ShareSums<T>(sums, shared, work.row_floats);
 }
 
 template <int kBits, bool kSplitOperands, int T>
@@ -325,7 +330,7 @@ __device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& uni
   const DeviceSegment& segment = params.rows.experts.segments[unit.tile.segment];
   const float max_magnitude =
       BoundaryRow(params.boundary, segment, unit.tile.first_group * kGroupRows, row_values);
-  StoreOperands(row_values, channels, max_magnitude, OperandOf(*unit.matrix, true), operands, 0, &unit.fused_scale,
+  StoreOperands(row_values, channels, max_magnitude, OperandOf(*unit.matrix, RowClass::kFew), operands, 0, &unit.fused_scale,
                 &unit.fused_sum, shared);
 }
 
@@ -354,6 +359,30 @@ __device__ __forceinline__ void RunUnit(const GemmParams& params, Unit& unit, fl
   WriteUnit(params, unit, shared_sums);
 }
 
+// The block's unit, in shared memory after a barrier; false where there is none.
+__device__ __forceinline__ bool FindUnit(const GemmParams& params, Unit& unit) {
+  const Tile tile = params.rows.TileAt(blockIdx.z);
+  const uint32_t projection = blockIdx.y >> params.log2_splits;
+  const uint32_t block = blockIdx.x;
+  const DeviceMatrix* matrix =
+      tile.rows == 0 ? nullptr : &params.rows.MatrixOf(tile.segment, params.first_projection + projection);
+  if (matrix == nullptr || (block << (params.log2_tiles + 4)) >= matrix->out_channels) {
+    // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
+    // counts on both.
+    WaitForPreviousKernel();
+    return false;
+  }
+  if (threadIdx.x == 0) {
+    unit.tile = tile;
+    unit.matrix = matrix;
+    unit.projection = projection;
+    unit.block = block;
+    unit.split = blockIdx.y & ((1u << params.log2_splits) - 1);
+  }
+  __syncthreads();
+  return true;
+}
+
 // The first of kGroups that holds the tile's groups.
 template <bool kSplitOperands, int T, int... kMore>
 __device__ __forceinline__ void RunSmallest(const GemmParams& params, Unit& unit, float* shared) {
@@ -370,23 +399,7 @@ __device__ __forceinline__ void RunBlock(const GemmParams& params) {
   // With blocks of 32 channels the sums of four warps meet: the most there can be.
   __shared__ __align__(16) float shared[kMaxGroups * kGroupRows * kWarps * (kTileChannels + 2)];
   __shared__ Unit unit;
-  const Tile tile = params.rows.TileAt(blockIdx.z);
-  // Also blocks without work wait: a kernel must not end before the one it follows, since the next but one
-  // counts on both.
-  if (tile.rows == 0) return WaitForPreviousKernel();
-  const uint32_t projection = blockIdx.y >> params.log2_splits;
-  const uint32_t block = blockIdx.x;
-  const DeviceMatrix& matrix = params.rows.MatrixOf(tile.segment, params.first_projection + projection);
-  if ((block << (params.log2_tiles + 4)) >= matrix.out_channels) return WaitForPreviousKernel();
-  if (threadIdx.x == 0) {
-    unit.tile = tile;
-    unit.matrix = &matrix;
-    unit.projection = projection;
-    unit.block = block;
-    unit.split = blockIdx.y & ((1u << params.log2_splits) - 1);
-  }
-  __syncthreads();
-  RunSmallest<kSplitOperands, kGroups...>(params, unit, shared);
+  if (FindUnit(params, unit)) RunSmallest<kSplitOperands, kGroups...>(params, unit, shared);
 }
 
 }  // namespace espalier::cuda

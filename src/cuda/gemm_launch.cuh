@@ -13,11 +13,28 @@
 
 namespace espalier::cuda {
 
-inline constexpr uint32_t TileGroups(RowClass row_class) { return row_class == RowClass::kFew ? 1 : 6; }
+// Groups of 8 rows that a tile holds at most.
+inline constexpr uint32_t TileGroups(RowClass row_class) {
+  return static_cast<uint32_t>(TileRows(row_class)) / kGroupRows;
+}
 
 // Grid: (blocks of output channels of the widest matrix, projections * splits, tiles).
 cudaError_t LaunchFewRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent);
 cudaError_t LaunchManyRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent);
+// Sums in blocks of 128 channels, without splits.
+cudaError_t LaunchWideRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent);
+inline cudaError_t LaunchRows(RowClass row_class, const GemmParams& params, dim3 grid, cudaStream_t stream,
+                              bool dependent) {
+  switch (row_class) {
+    case RowClass::kFew:
+      return LaunchFewRows(params, grid, stream, dependent);
+    case RowClass::kMany:
+      return LaunchManyRows(params, grid, stream, dependent);
+    case RowClass::kWide:
+      break;
+  }
+  return LaunchWideRows(params, grid, stream, dependent);
+}
 
 // Launches a kernel; `dependent`: its prologue may overlap the end of the kernel before (sm_90 and newer).
 template <typename... Params, typename... Args>

@@ -20,22 +20,34 @@ struct DeviceLimits {
   int num_sms = 0;             // that the grid may count on; fewer is slower, never wrong
 };
 
-// How products are made. few: up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit
-// unadded; many: up to 48 rows share it. A row's bits do not depend on the other rows of a call as long as the
-// class is the same.
-enum class RowClass { kFew, kMany };
+inline constexpr uint64_t kWideRows = 12;
+inline constexpr uint64_t kWideTokens = 64;
+
+// How products are made.
+//   few   up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit unadded
+//   many  up to 48 rows share it
+//   wide  up to 128 rows share it, on the asynchronous matrix unit of sm_90a
+// A row's bits do not depend on the other rows of a call as long as the class is the same, nor on the device
+// within a class.
+enum class RowClass { kFew, kMany, kWide };
+
+constexpr uint64_t TileRows(RowClass row_class) {
+  return row_class == RowClass::kFew ? 8 : row_class == RowClass::kMany ? 48 : 128;
+}
 
 // Rows are (route, segment) pairs: tokens * top_k * segments per expert. Few while experts get 4 rows on
-// average: then 98 of 100 have 8 or less.
-constexpr RowClass ClassOf(uint64_t rows, uint64_t segments) {
-  return rows <= 4 * segments ? RowClass::kFew : RowClass::kMany;
+// average: then 98 of 100 have 8 or less. Wide from where it measured faster.
+constexpr RowClass ClassOf(uint64_t rows, uint64_t segments, int compute_capability) {
+  if (rows <= 4 * segments) return RowClass::kFew;
+  return compute_capability == 90 && rows >= kWideRows * segments ? RowClass::kWide : RowClass::kMany;
 }
 // The same for a single matrix.
-constexpr RowClass LinearClassOf(uint64_t tokens) { return tokens <= 8 ? RowClass::kFew : RowClass::kMany; }
-
-inline constexpr uint64_t kManyRowsTile = 48;
-constexpr uint64_t LinearTiles(uint64_t tokens) {
-  return LinearClassOf(tokens) == RowClass::kFew ? 1 : (tokens + kManyRowsTile - 1) / kManyRowsTile;
+constexpr RowClass LinearClassOf(uint64_t tokens, int compute_capability) {
+  if (tokens <= 8) return RowClass::kFew;
+  return compute_capability == 90 && tokens >= kWideTokens ? RowClass::kWide : RowClass::kMany;
+}
+constexpr uint64_t LinearTiles(uint64_t tokens, RowClass row_class) {
+  return (tokens + TileRows(row_class) - 1) / TileRows(row_class);
 }
 
 // Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.

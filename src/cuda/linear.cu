@@ -14,7 +14,7 @@ namespace espalier::cuda {
 namespace {
 
 struct OutputParams {
-  DeviceMatrix matrix;
+  DeviceMatrix matrix = {};
   const float* sums = nullptr;  // [splits][num_rows][out]
   uint32_t splits = 1;
   uint64_t split_stride = 0;
@@ -65,11 +65,14 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   std::byte* workspace = static_cast<std::byte*>(args.workspace);
   const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
   const bool dependent = launch.limits.compute_capability >= 90;
-  const bool few = LinearClassOf(num_tokens) == RowClass::kFew;
+  const RowClass row_class = LinearClassOf(num_tokens, launch.limits.compute_capability);
+  const bool few = row_class == RowClass::kFew;
   const uint32_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
-  const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens));
+  const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens, row_class));
   const uint32_t num_rows = groups * kGroupRows;
-  const SumsPlan plan = PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
+  const SumsPlan plan = row_class == RowClass::kWide
+                            ? SumsPlan{}
+                            : PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
   const RowSource rows = {
       .kind = RowKind::kSingle, .count = num_tokens, .matrix = matrix, .tile_groups = (groups + tiles - 1) / tiles};
   uint4* inputs = reinterpret_cast<uint4*>(workspace + launch.config.inputs);
@@ -87,7 +90,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .channels = launch.in_channels,
       .stored_channels = matrix.in_channels,
       .num_projections = 1,
-      .split_operands = few,
+      .row_class = row_class,
       .inputs = inputs,
       .group_room = room,
       .scales = scales,
@@ -125,7 +128,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   });
   chain.Add("sums", [&] {
     const dim3 grid(matrix.out_channels / plan.block_channels, plan.splits, tiles);
-    return few ? LaunchFewRows(products, grid, stream, dependent) : LaunchManyRows(products, grid, stream, dependent);
+    return LaunchRows(row_class, products, grid, stream, dependent);
   });
   chain.Add("output", [&] {
     const uint32_t blocks = matrix.out_channels / kHadamardChannels;

@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
 constexpr uint32_t kBoundaryThreads = 128;
 
 struct BoundaryLaunch {
-  RowSource rows;
-  BoundaryParams boundary;
+  RowSource rows = {};
+  BoundaryParams boundary = {};
   uint4* mids = nullptr;
   uint64_t group_room = 0;
   float* mid_scales = nullptr;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_consta
   const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
   const float max_magnitude = BoundaryRow(params.boundary, segment, packed, row_values);
-  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.boundary.split_operands),
+  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.boundary.row_class),
                 params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
                 params.mid_scales + packed, params.mid_sums + packed, shared);
 }
@@ -262,15 +262,16 @@ class MoeChain {
     x_ = Advance(args.x, first_token * args.x_row_stride * DtypeBits(options.input) / 8);
     y_ = const_cast<void*>(Advance(args.y, first_token * args.y_row_stride * DtypeBits(options.output) / 8));
     const uint64_t rows = num_tokens * options.top_k * config_.max_segments;
-    row_class_ = ClassOf(rows, config_.num_segments);
+    row_class_ = ClassOf(rows, config_.num_segments, launch.limits.compute_capability);
     direct_ = DirectRows(rows, config_.num_segments, config_.intermediate);
     groups_ = direct_ ? rows : MaxGroups(rows, config_.num_segments);
     // As many tiles as there can be: in `many` each segment's last tile may be small.
     const uint64_t touched = std::min<uint64_t>(rows, config_.num_segments);
     tiles_ = few() ? groups_ : std::min(groups_, groups_ / TileGroups(row_class_) + touched);
-    sums_ = PlanSums(few() ? std::min<uint64_t>(rows, config_.num_segments) : tiles_, projections(), config_.hidden,
-                     config_.intermediate);
-    operand_ = few() ? Operand::kSplit : Operand::kPair;
+    if (row_class_ != RowClass::kWide) {
+      sums_ = PlanSums(few() ? touched : tiles_, projections(), config_.hidden, config_.intermediate);
+    }
+    operand_ = few() ? Operand::kSplit : Operand::kPair;  // kWide takes the room of kPair
   }
 
   Result<void> Run() {
@@ -326,7 +327,7 @@ class MoeChain {
                                  .stored_channels = config_.hidden,
                                  .first_projection = first_projection(),
                                  .num_projections = projections(),
-                                 .split_operands = few(),
+                                 .row_class = row_class_,
                                  .inputs = At<uint4>(config_.inputs),
                                  .group_room = InputRoom(),
                                  .projection_room = groups_ * InputRoom(),
@@ -356,8 +357,7 @@ class MoeChain {
                                .out_projection = config_.intermediate,
                                .out_split = Fc1Split()};
     const dim3 grid(config_.intermediate / sums_.block_channels, projections() * sums_.splits, Count(tiles_));
-    return few() ? LaunchFewRows(params, grid, stream_, dependent())
-                 : LaunchManyRows(params, grid, stream_, dependent());
+    return LaunchRows(row_class_, params, grid, stream_, dependent());
   }
 
   BoundaryParams MakeBoundary() const {
@@ -365,7 +365,7 @@ class MoeChain {
     return {.activation = {activation.kind, static_cast<float>(activation.limit),
                            static_cast<float>(activation.beta), static_cast<float>(activation.linear_beta)},
             .has_gate = has_gate(),
-            .split_operands = few(),
+            .row_class = row_class_,
             .intermediate = config_.intermediate,
             .fc1 = At<float>(config_.fc1),
             .split_stride = Fc1Split(),
@@ -403,8 +403,7 @@ class MoeChain {
                                .fused = direct_,
                                .boundary = MakeBoundary()};
     const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(tiles_));
-    return few() ? LaunchFewRows(params, grid, stream_, dependent())
-                 : LaunchManyRows(params, grid, stream_, dependent());
+    return LaunchRows(row_class_, params, grid, stream_, dependent());
   }
 
   cudaError_t LaunchCombine() {

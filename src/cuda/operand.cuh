@@ -7,6 +7,8 @@
 // 2s, 2s + 1, 2s + 8, 2s + 9. A group is [quads][pieces][32 lanes][16 bytes]:
 //   kPair   2 pieces; piece h holds steps 2h and 2h + 1, four fp16 each
 //   kSplit  4 pieces; piece s holds step s, every fp16 twice
+// kWide keeps a quad of a group as bricks of 8 rows by 16 bytes: [4 steps][2 halves][8 rows][16 bytes], where half
+// h of step s holds channels 16 q + 2s + 8h and the next one, for q = 0..3.
 #ifndef ESPALIER_SRC_CUDA_OPERAND_CUH_
 #define ESPALIER_SRC_CUDA_OPERAND_CUH_
 
@@ -17,6 +19,8 @@
 #include "cuda/decode.cuh"
 
 namespace espalier::cuda {
+
+inline constexpr uint32_t kOperandRows = 8;
 
 template <Operand kOperand>
 inline constexpr uint32_t kPieces = kOperand == Operand::kSplit ? 4 : 2;
@@ -43,6 +47,21 @@ __device__ inline float StoreRow(const float* row, uint32_t channels, float scal
     const uint32_t quad = (i >> 2) / pieces;
     const float* lane = row + quad * kQuadChannels + q * 16;
     uint4 out;
+    if (operand == Operand::kWide) {
+      // Here `piece` and `q` count the bricks of a quad: eight of them.
+      const uint32_t brick = piece * 4 + q;
+      const float* first = row + quad * kQuadChannels + (brick >> 1) * 2 + (brick & 1) * 8;
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 v = *reinterpret_cast<const float2*>(first + 16 * j);
+        words[j] = PackHalves(v.x * scale, v.y * scale);
+        const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
+        sum += rounded.x + rounded.y;
+      }
+      group[(quad * 8 + brick) * kOperandRows + row_in_group] = {words[0], words[1], words[2], words[3]};
+      continue;
+    }
     if (operand == Operand::kSplit) {
       const float2 low = *reinterpret_cast<const float2*>(lane + 2 * piece);
       const float2 high = *reinterpret_cast<const float2*>(lane + 2 * piece + 8);

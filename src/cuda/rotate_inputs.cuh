@@ -17,7 +17,7 @@
 namespace espalier::cuda {
 
 struct RotateParams {
-  RowSource rows;
+  RowSource rows = {};
   Value type = Value::kF32;
   const void* x = nullptr;
   uint64_t x_stride = 0;
@@ -25,7 +25,7 @@ struct RotateParams {
   uint32_t stored_channels = 0;  // of the matrices
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
-  bool split_operands = false;
+  RowClass row_class = RowClass::kFew;
   uint4* inputs = nullptr;
   uint64_t group_room = 0;
   uint64_t projection_room = 0;
@@ -77,7 +77,7 @@ static __global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __gr
     max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
   }
   const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
-  StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.split_operands),
+  StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.row_class),
                 params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
                 packed % kGroupRows, params.scales + factor, params.sums + factor, shared);
 }

@@ -64,8 +64,8 @@ struct RowSource {
   RowKind kind = RowKind::kPacked;
   uint32_t count = 0;  // tiles of kDirect, rows of kSingle
   // kPacked and kDirect.
-  Routes routes;
-  DeviceExperts experts;
+  Routes routes = {};
+  DeviceExperts experts = {};
   uint32_t max_segments = 0;
   // kPacked.
   const uint32_t* num_tiles = nullptr;
@@ -74,7 +74,7 @@ struct RowSource {
   const uint32_t* row_slots = nullptr;
   const float* row_weights = nullptr;
   // kSingle.
-  DeviceMatrix matrix;
+  DeviceMatrix matrix = {};
   uint32_t tile_groups = 0;
 
   // rows == 0 where there is none.
