@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The arithmetic behind a launch: needs no GPU, and runs in builds without CUDA too.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "support/random_experts.h"
+
+namespace espalier::cuda {
+namespace {
+
+using test::MakeExperts;
+using test::Random;
+
+// A package without bytes: one segment for each expert, or `slices` of them.
+ExpertsTable TableOf(uint32_t experts, uint32_t hidden, uint32_t intermediate, uint32_t slices = 1) {
+  std::vector<SegmentDesc> segments;
+  for (uint32_t expert = 0; expert < experts; ++expert) {
+    for (uint32_t slice = 0; slice < slices; ++slice) {
+      SegmentDesc& segment = segments.emplace_back();
+      segment.expert = expert;
+      segment.valid_intermediate_channels = intermediate;
+      for (MatrixDesc& matrix : segment.matrices) {
+        matrix = {.codes_offset_bytes = 0,
+                  .suh_offset_bytes = 0,
+                  .svh_offset_bytes = 0,
+                  .in_channels = hidden,
+                  .out_channels = intermediate,
+                  .bits = 3,
+                  .codebook = Codebook::kMcg};
+      }
+      std::swap(segment.matrices[2].in_channels, segment.matrices[2].out_channels);
+    }
+  }
+  return ExpertsTable::Create(
+             {.experts = experts, .hidden_channels = hidden, .stored_hidden_channels = hidden},
+             std::move(segments), uint64_t{1} << 40, "a table")
+      .value();
+}
+
+TEST(CudaConfigTest, GroupsHoldAnyDistributionOfRows) {
+  Random random(1);
+  for (int round = 0; round < 2000; ++round) {
+    const uint64_t segments = 1 + random.Below(40);
+    const uint64_t rows = random.Below(300);
+    std::vector<uint64_t> counts(segments);
+    for (uint64_t row = 0; row < rows; ++row) ++counts[random.Below(segments)];
+    uint64_t groups = 0;
+    for (const uint64_t count : counts) groups += (count + 7) / 8;
+    EXPECT_LE(groups, MaxGroups(rows, segments)) << rows << " rows, " << segments << " segments";
+  }
+  // And is reached: one row in each segment, or 1 + 8n in all of them.
+  EXPECT_EQ(MaxGroups(5, 9), 5u);
+  EXPECT_EQ(MaxGroups(9 * 4, 4), 8u);
+  EXPECT_EQ(MaxGroups(0, 4), 0u);
+}
+
+TEST(CudaConfigTest, ClassesFollowTheRowsOfASegment) {
+  EXPECT_EQ(ClassOf(8, 256, 90), RowClass::kFew);
+  EXPECT_EQ(ClassOf(4 * 256, 256, 90), RowClass::kFew);
+  EXPECT_EQ(ClassOf(4 * 256 + 1, 256, 90), RowClass::kMany);
+  EXPECT_EQ(ClassOf(kWideRows * 256, 256, 90), RowClass::kWide);
+  // Only that family has the asynchronous matrix unit.
+  for (const int capability : {80, 86, 89, 100, 120}) {
+    EXPECT_EQ(ClassOf(kWideRows * 256, 256, capability), RowClass::kMany) << capability;
+    EXPECT_EQ(LinearClassOf(kWideTokens, capability), RowClass::kMany) << capability;
+  }
+  EXPECT_EQ(LinearClassOf(8, 90), RowClass::kFew);
+  EXPECT_EQ(LinearClassOf(9, 90), RowClass::kMany);
+  EXPECT_EQ(LinearClassOf(kWideTokens, 90), RowClass::kWide);
+}
+
+// The bound of DirectRows keeps its operands in the room that every architecture has.
+TEST(CudaConfigTest, DirectRowsFitIntoSharedMemory) {
+  EXPECT_TRUE(DirectRows(32, 256, 2048));
+  EXPECT_FALSE(DirectRows(33, 256, 2048));
+  EXPECT_FALSE(DirectRows(8, 256, 2176));
+  EXPECT_FALSE(DirectRows(8, 4, 512));
+  EXPECT_LE(2048 * (8 * 2 * 2 + 4), 99 * 1024 - 8 * 1024);
+}
+
+TEST(CudaConfigTest, SumsAreCutEvenlyAndFillTheMachine) {
+  for (const uint64_t tiles : {1, 2, 8, 16, 57, 300}) {
+    for (const uint32_t in : {128u, 384u, 2048u, 6144u}) {
+      for (const uint32_t out : {128u, 384u, 512u, 12288u}) {
+        SCOPED_TRACE(fmt::format("{} tiles, {} x {}", tiles, in, out));
+        const SumsPlan plan = PlanSums(tiles, 2, in, out);
+        EXPECT_TRUE(plan.block_channels == 32 || plan.block_channels == 64 || plan.block_channels == 128);
+        EXPECT_EQ(out % plan.block_channels, 0u);
+        EXPECT_EQ(plan.splits & (plan.splits - 1), 0u);
+        EXPECT_GE(in / 64, plan.splits);
+        const uint64_t units = tiles * 2 * (out / plan.block_channels) * plan.splits;
+        // Not cut finer than needed.
+        if (plan.block_channels < 128 || plan.splits > 1) EXPECT_LT(units, 2 * 512u);
+      }
+    }
+  }
+  // GLM-5.2, one of four ranks, one token: two units for each of 128 SMs.
+  const SumsPlan glm = PlanSums(8, 2, 6144, 512);
+  EXPECT_EQ(glm.block_channels, 32u);
+  EXPECT_EQ(glm.splits, 1u);
+}
+
+TEST(CudaConfigTest, ArraysLieApartInsideTheWorkspace) {
+  for (const uint64_t tokens : {0, 1, 2, 33, 512, 65536}) {
+    SCOPED_TRACE(tokens);
+    const ExpertsTable table = TableOf(256, 6144, 512);
+    const MoeConfig config = ConfigureMoe(table, {.max_tokens = tokens, .top_k = 8}).value();
+    const std::vector<uint64_t> offsets = {
+        config.counters,     config.expert_counts, config.tiles,      config.rows,     config.row_slots,
+        config.row_weights,  config.input_scales,  config.input_sums, config.mid_scales, config.mid_sums,
+        config.inputs,       config.fc1,           config.mids,       config.slots,    config.total_bytes};
+    EXPECT_TRUE(std::is_sorted(offsets.begin(), offsets.end()));
+    for (const uint64_t offset : offsets) EXPECT_EQ(offset % kWorkspaceAlignmentBytes, 0u);
+    const uint64_t rows = config.chunk_tokens * 8;
+    const uint64_t groups = MaxGroups(rows, 256);
+    EXPECT_GE(config.total_bytes - config.slots, rows * 6144 * 4);
+    EXPECT_GE(config.fc1 - config.inputs, groups * 8 * 2 * 6144 * 2);
+    EXPECT_GE(config.mids - config.fc1, groups * 8 * 2 * 512 * 4);
+  }
+}
+
+// A call with few rows keeps operands twice as wide, whatever the capacity.
+TEST(CudaConfigTest, EveryCallFitsIntoTheWorkspaceOfItsPlan) {
+  for (const uint32_t slices : {1u, 3u}) {
+    const ExpertsTable table = TableOf(24, 512, 256, slices);
+    const uint64_t segments = table.segments().size();
+    for (const uint64_t capacity : {1, 5, 12, 13, 100, 1000}) {
+      const MoeConfig config = ConfigureMoe(table, {.max_tokens = capacity, .top_k = 4}).value();
+      for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); ++tokens) {
+        SCOPED_TRACE(fmt::format("{} slices, {} of {} tokens", slices, tokens, capacity));
+        const uint64_t rows = tokens * 4 * slices;
+        for (const int capability : {80, 90}) {
+          const RowClass row_class = ClassOf(rows, segments, capability);
+          const bool few = row_class == RowClass::kFew;
+          const uint64_t groups = DirectRows(rows, segments, 256) ? rows : MaxGroups(rows, segments);
+          EXPECT_LE(groups * 8 * 2 * 512 * (few ? 4 : 2), config.fc1 - config.inputs);
+          EXPECT_LE(groups * 8 * 256 * (few ? 4 : 2), config.slots - config.mids);
+          EXPECT_LE(groups * 16, config.rows - config.tiles);
+          const SumsPlan plan = PlanSums(few ? std::min(rows, segments) : groups, 2, 512, 256);
+          EXPECT_LE(plan.splits * groups * 8 * 2 * 256 * 4, config.mids - config.fc1);
+          EXPECT_LE(rows * 512 * 4, config.total_bytes - config.slots);
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaConfigTest, LargeCapacitiesAreTakenInChunks) {
+  const ExpertsTable table = TableOf(256, 6144, 512);
+  const MoeConfig config = ConfigureMoe(table, {.max_tokens = 65536, .top_k = 8}).value();
+  EXPECT_GE(config.chunk_tokens, 3072u);
+  EXPECT_LT(config.chunk_tokens, 8192u);
+  EXPECT_LT(config.total_bytes, uint64_t{2} << 30);
+  // Tiles are the third dimension of a grid.
+  const MoeConfig narrow = ConfigureMoe(TableOf(4, 128, 128), {.max_tokens = 65536, .top_k = 8}).value();
+  EXPECT_LE(MaxGroups(narrow.chunk_tokens * 8, 4), 65535u);
+}
+
+TEST(CudaConfigTest, RowsTooWideForSharedMemoryAreRefused) {
+  const Result<MoeConfig> config = ConfigureMoe(TableOf(1, 24576 + 128, 128), {.max_tokens = 1, .top_k = 1});
+  ASSERT_FALSE(config.has_value());
+  EXPECT_EQ(config.error().code(), StatusCode::kUnsupported);
+  EXPECT_NE(config.error().message().find("24704 hidden channels"), std::string::npos) << config.error().message();
+  EXPECT_TRUE(ConfigureMoe(TableOf(1, 24576, 128), {.max_tokens = 1, .top_k = 1}).has_value());
+}
+
+TEST(CudaConfigTest, LinearsOfAnyHeightFit) {
+  for (const uint64_t capacity : {0, 1, 8, 9, 48, 49, 300, 65536, 1 << 20}) {
+    SCOPED_TRACE(capacity);
+    const PreparedLinear linear = test::MakeLinear(256, 384, 256, 384, {.bits = 3}, 1);
+    const LinearConfig config = ConfigureLinear(linear, {.max_tokens = capacity}).value();
+    EXPECT_LE(config.chunk_tokens, 65535u);
+    for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); tokens += 7) {
+      const uint64_t rows = (tokens + 7) / 8 * 8;
+      for (const int capability : {80, 90}) {
+        const RowClass row_class = LinearClassOf(tokens, capability);
+        EXPECT_LE(rows * 256 * (row_class == RowClass::kFew ? 4 : 2), config.sums - config.inputs);
+        const SumsPlan plan = PlanSums(LinearTiles(tokens, row_class), 1, 256, 384);
+        ASSERT_LE(plan.splits * rows * 384 * 4, config.total_bytes - config.sums) << tokens;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace espalier::cuda
