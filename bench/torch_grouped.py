@@ -141,7 +141,7 @@ class Layer:
         both = self.grouped_mm(rows, self.gate_up.transpose(-2, -1), offs=self.ends)
         gate, up = both.chunk(2, dim=-1)
         middle = activate(torch, self.package["activation"], gate, up)
-        outputs = self.grouped_mm(middle, self.down.transpose(-2, -1), offs=self.ends)
+        outputs = self.grouped_mm(middle.contiguous(), self.down.transpose(-2, -1), offs=self.ends)
         outputs = outputs[self.place_of].view(self.tokens, self.top_k, -1)
         return torch.einsum("tkh,tk->th", outputs, self.weights)
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "machine.h"
 
@@ -85,14 +86,15 @@ Json RowJson(const BenchReport& report, const BenchRow& row) {
   json["eager_samples_us"] = row.eager_us;
   json["serial_median_us"] = MedianOrNull(row.serial_us);
   json["serial_samples_us"] = row.serial_us;
-  if (row.samples_us.empty()) return json;
-  const Shares shares = SharesOf(row, report.limits);
-  json["experts_touched"] = row.work.experts_touched;
-  json["weights_touched"] = Whole(row.work.weights_touched);
-  json["packed_bytes"] = Whole(row.work.packed_bytes);
-  json["share_of_read"] = shares.read;
+  const bool timed = !row.samples_us.empty();
+  const Shares shares = timed ? SharesOf(row, report.limits) : Shares{};
+  const auto if_timed = [timed](Json value) { return timed ? std::move(value) : Json(); };
+  json["experts_touched"] = if_timed(row.work.experts_touched);
+  json["weights_touched"] = if_timed(Whole(row.work.weights_touched));
+  json["packed_bytes"] = if_timed(Whole(row.work.packed_bytes));
+  json["share_of_read"] = if_timed(shares.read);
   json["share_of_decode"] = NullOr(shares.decode);
-  json["share_of_matrix"] = shares.matrix;
+  json["share_of_matrix"] = if_timed(shares.matrix);
   json["serial_ratio"] = row.serial_us.empty() ? Json() : Json(MedianOf(row.serial_us) / shares.median_us);
   return json;
 }
