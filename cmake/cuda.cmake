@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Looks for a CUDA compiler. Sets ESPALIER_HAS_CUDA.
+# Looks for a CUDA compiler. Sets ESPALIER_HAS_CUDA. CUDA 12.8 is the first that knows sm_120.
 set(ESPALIER_CUDA AUTO CACHE STRING "Build the cuda executor: AUTO (if nvcc is found), ON, OFF")
 set_property(CACHE ESPALIER_CUDA PROPERTY STRINGS AUTO ON OFF)
 
@@ -13,8 +13,19 @@ if(NOT ESPALIER_CUDA STREQUAL OFF)
   if(ESPALIER_CUDA STREQUAL AUTO)
     include(CheckLanguage)
     check_language(CUDA)
+    # Asked before CMake tries the compiler on architectures that an older one refuses.
+    set(ESPALIER_NVCC_RELEASE 0)
+    if(CMAKE_CUDA_COMPILER)
+      execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --version OUTPUT_VARIABLE ESPALIER_NVCC_TEXT ERROR_QUIET)
+      if(ESPALIER_NVCC_TEXT MATCHES "release ([0-9]+\\.[0-9]+)")
+        set(ESPALIER_NVCC_RELEASE ${CMAKE_MATCH_1})
+      endif()
+      if(ESPALIER_NVCC_RELEASE VERSION_LESS 12.8)
+        message(WARNING "no cuda executor: ${CMAKE_CUDA_COMPILER} is release ${ESPALIER_NVCC_RELEASE}, older than 12.8")
+      endif()
+    endif()
   endif()
-  if(ESPALIER_CUDA STREQUAL ON OR CMAKE_CUDA_COMPILER)
+  if(ESPALIER_CUDA STREQUAL ON OR NOT ESPALIER_NVCC_RELEASE VERSION_LESS 12.8)
     enable_language(CUDA)
     set(ESPALIER_HAS_CUDA ON)
   endif()
@@ -25,8 +36,7 @@ if(ESPALIER_HAS_CUDA)
     message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES has 90; the kernels of that family need 90a")
   endif()
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
-    message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION} does not know sm_120; the cuda executor needs CUDA "
-                        "12.8 or newer (or -DESPALIER_CUDA=OFF)")
+    message(FATAL_ERROR "ESPALIER_CUDA is ON, but nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.8")
   endif()
   set(CMAKE_CUDA_STANDARD 20)
   # CMake 3.25 does not know that nvcc has C++20; the flag itself is among those of our targets.

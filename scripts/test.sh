@@ -13,6 +13,9 @@ mkdir -p "$logs"
 fuzz_seconds=${ESPALIER_FUZZ_SECONDS:-20}
 # Tests that start threads: these run under the thread sanitizer. Names of tests/*_test.cc.
 threaded_tests=(parallel_test backend_conformance_test load_test)
+# Tests that a build with CUDA changes; those that need a GPU skip and say so where there is none.
+cuda_tests=(device_test backend_select_test backend_conformance_test linear_test cli_test)
+for source in tests/cuda_*_test.cc; do cuda_tests+=("$(basename "$source" .cc)"); done
 
 passed=0
 failed=0
@@ -48,7 +51,7 @@ check() {
 count_junit() {
   local xml=$1 status=$2 counts
   counts=$(python3 - "$xml" <<'PY'
-import sys, xml.etree.ElementTree as tree
+import collections, sys, xml.etree.ElementTree as tree
 try:
     cases = list(tree.parse(sys.argv[1]).getroot().iter("testcase"))
 except (OSError, tree.ParseError) as error:
@@ -56,8 +59,11 @@ except (OSError, tree.ParseError) as error:
     sys.exit(f"no usable test report: {error}")
 bad = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
 skipped = [c for c in cases if c not in bad and (c.find("skipped") is not None or c.get("status") in ("notrun", "disabled"))]
-for case in skipped:
+suites = collections.Counter(case.get("name").split(".")[0].split("/")[-1] for case in skipped)
+for case in skipped if len(skipped) <= 12 else []:
     print("  skipped:", case.get("name"), file=sys.stderr)
+for suite, count in suites.items() if len(skipped) > 12 else []:
+    print(f"  skipped: {suite}, {count} cases", file=sys.stderr)
 print(len(cases) - len(bad) - len(skipped), len(bad))
 PY
   )
@@ -96,6 +102,15 @@ python_tests() {
     .venv/bin/pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt &&
     .venv/bin/python -m pytest -q tests/python --junitxml="$PWD/$logs/python.xml"
 }
+
+# Neither the driver nor the runtime may be asked for at the start, and the CPU must do what it always does.
+start_without_gpu() (
+  if ldd build/cuda/espalier | grep -E 'libcuda(rt)?\.so'; then return 1; fi
+  export CUDA_VISIBLE_DEVICES=''
+  build/cuda/espalier doctor &&
+    build/cuda/espalier verify data/tiny-qwen3moe-exl3-mixed --layers 0 &&
+    ! build/cuda/espalier run data/tiny-qwen3moe-exl3-mixed --layer 0 --device cuda
+)
 
 markdown_files() {
   find . \( -path ./build -o -path ./.venv -o -path ./.git \) -prune -o -name '*.md' -print0
@@ -136,12 +151,13 @@ if check "build fuzz: clang, libFuzzer" fuzz-build build_preset fuzz; then
   done
 fi
 
-if [[ -d src/cuda ]]; then
-  if command -v nvcc >/dev/null; then
-    check "build cuda: every architecture, no GPU needed" cuda-build build_preset cuda
-  else
-    echo "build cuda: not checked, there is no nvcc here"
+if command -v nvcc >/dev/null; then
+  if build_and_test cuda "nvcc, every architecture" "${cuda_tests[@]}"; then
+    check "start of the cuda build without a GPU" cuda-start start_without_gpu
+    check "install of the cuda build" cuda-install ctest --preset cuda --no-tests=error -R '^install_test$'
   fi
+else
+  echo "build cuda: not checked, there is no nvcc here"
 fi
 
 printf '%d s in all, logs in %s\n' "$SECONDS" "$logs"
