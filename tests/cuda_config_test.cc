@@ -113,7 +113,7 @@ TEST(CudaConfigTest, ArraysLieApartInsideTheWorkspace) {
     const MoeConfig config = ConfigureMoe(table, {.max_tokens = tokens, .top_k = 8}).value();
     const std::vector<uint64_t> offsets = {
         config.counters,     config.expert_counts, config.tiles,      config.rows,     config.row_slots,
-        config.row_weights,  config.input_scales,  config.input_sums, config.mid_scales, config.mid_sums,
+        config.row_weights,  config.input_exponents,  config.input_sums, config.mid_exponents, config.mid_sums,
         config.inputs,       config.fc1,           config.mids,       config.slots,    config.total_bytes};
     EXPECT_TRUE(std::is_sorted(offsets.begin(), offsets.end()));
     for (const uint64_t offset : offsets) EXPECT_EQ(offset % kWorkspaceAlignmentBytes, 0u);

@@ -24,16 +24,17 @@ __device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, RowClas
   return row_class == RowClass::kFew && !mul1 ? Operand::kSplit : Operand::kPair;
 }
 
-// Writes a rotated row (fp32 in shared memory), with its scale and, for mul1, its sum.
-__device__ inline void StoreOperands(const float* row, uint32_t channels, float max_magnitude, Operand operand,
-                              uint4* group, uint32_t row_in_group, float* scale, float* sum, float* shared) {
-  const int exponent = RowExponent(BlockMax(max_magnitude, shared));
-  const float total = StoreRow(row, channels, PowerOfTwo(-exponent), operand, group, row_in_group);
+// Writes a rotated row, with its exponent and the sum of its operands. `max_exponent`: this thread's.
+__device__ inline void StoreOperands(const RowBuffer& row, uint32_t channels, float max_exponent, Operand operand,
+                                     uint4* group, uint32_t row_in_group, int32_t* exponent, float* sum,
+                                     float* shared) {
+  const int row_exponent = RowExponent(BlockMax(max_exponent, shared));
+  const float total = StoreRow(row, channels, row_exponent, operand, group, row_in_group);
   if (operand != Operand::kSplit) {
     const float all = BlockSum(total, shared);
     if (threadIdx.x == 0) *sum = all;
   }
-  if (threadIdx.x == 0) *scale = PowerOfTwo(exponent);
+  if (threadIdx.x == 0) *exponent = row_exponent;
 }
 
 struct BoundaryParams {
@@ -44,53 +45,73 @@ struct BoundaryParams {
   const float* fc1 = nullptr;
   uint64_t split_stride = 0;
   uint32_t splits = 1;
-  const float* scales = nullptr;  // [2][num_rows]
+  const int32_t* exponents = nullptr;  // [2][num_rows]
   uint32_t num_rows = 0;
 };
 
+template <typename Real>
+struct Four {
+  Real v[4];
+};
+
 // Four channels of a projection's output.
-__device__ __forceinline__ float4 ProjectionOutput(const BoundaryParams& params, const DeviceMatrix& matrix,
-                                                   uint32_t packed, uint32_t projection, uint32_t channel) {
+template <typename Real>
+__device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& params, const DeviceMatrix& matrix,
+                                                       uint32_t packed, uint32_t projection, int exponent,
+                                                       uint32_t channel) {
   const float* at = params.fc1 + (uint64_t{packed} * 2 + projection) * params.intermediate + channel;
-  float4 v = *reinterpret_cast<const float4*>(at);
+  float4 sums = *reinterpret_cast<const float4*>(at);
   for (uint32_t split = 1; split < params.splits; ++split) {
     const float4 more = *reinterpret_cast<const float4*>(at + split * params.split_stride);
-    v = {v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w};
+    sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
   }
-  v = Hadamard128(v);
+  sums = Hadamard128(sums);
   const float4 svh = LoadVector(matrix.svh + channel);
-  const float scale = params.scales[uint64_t{projection} * params.num_rows + packed];
-  v = {v.x * scale * svh.x, v.y * scale * svh.y, v.z * scale * svh.z, v.w * scale * svh.w};
+  const Real scale = static_cast<Real>(PowerOfTwo(exponent));
+  Four<Real> out = {{Real{sums.x} * scale * svh.x, Real{sums.y} * scale * svh.y, Real{sums.z} * scale * svh.z,
+                     Real{sums.w} * scale * svh.w}};
   if (matrix.bias != nullptr) {
     const float4 bias = LoadVector(matrix.bias + channel);
-    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+    out = {{out.v[0] + bias.x, out.v[1] + bias.y, out.v[2] + bias.z, out.v[3] + bias.w}};
   }
-  return v;
+  return out;
 }
 
-// Rotated FC2 inputs of one row, before they are scaled: warps of the block share its blocks of 128 channels.
-// Returns this thread's largest magnitude.
-__device__ inline float BoundaryRow(const BoundaryParams& params, const DeviceSegment& segment, uint32_t packed,
-                                    float* row_values) {
-  const DeviceMatrix& down = segment.matrices[2];
-  const uint32_t valid = segment.valid_intermediate_channels;
-  float max_magnitude = 0;
-  for (uint32_t first = threadIdx.x / 32 * 128; first < down.in_channels; first += blockDim.x / 32 * 128) {
-    const uint32_t channel = first + 4 * (threadIdx.x & 31);
-    float4 gate = {};
-    if (params.has_gate) gate = ProjectionOutput(params, segment.matrices[0], packed, 0, channel);
-    const float4 up = ProjectionOutput(params, segment.matrices[1], packed, 1, channel);
-    const float4 suh = LoadVector(down.suh + channel);
-    float4 v = {};
-    if (channel < valid) v.x = Activate(params.activation, gate.x, up.x) * suh.x;
-    if (channel + 1 < valid) v.y = Activate(params.activation, gate.y, up.y) * suh.y;
-    if (channel + 2 < valid) v.z = Activate(params.activation, gate.z, up.z) * suh.z;
-    if (channel + 3 < valid) v.w = Activate(params.activation, gate.w, up.w) * suh.w;
-    v = Hadamard128(v);
-    *reinterpret_cast<float4*>(row_values + channel) = v;
-    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
+template <typename Real>
+__device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& params, const DeviceSegment& segment,
+                                                     uint32_t packed, const int (&exponents)[2], uint32_t channel) {
+  Four<Real> gate = {};
+  if (params.has_gate) {
+    gate = ProjectionOutput<Real>(params, segment.matrices[0], packed, 0, exponents[0], channel);
   }
-  return max_magnitude;
+  const Four<Real> up = ProjectionOutput<Real>(params, segment.matrices[1], packed, 1, exponents[1], channel);
+  const float4 suh = LoadVector(segment.matrices[2].suh + channel);
+  const float signs[] = {suh.x, suh.y, suh.z, suh.w};
+  Real v[4] = {};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    if (channel + i >= segment.valid_intermediate_channels) continue;
+    v[i] = Activate<Real>(params.activation, gate.v[i], up.v[i]) * signs[i];
+  }
+  return ScaleBlock(v[0], v[1], v[2], v[3]);
+}
+
+// Rotated FC2 inputs of one row: warps of the block share its blocks of 128 channels. In double where the row
+// was so large or small that products leave the range of fp32. Returns this thread's largest exponent.
+__device__ inline float BoundaryRow(const BoundaryParams& params, const DeviceSegment& segment, uint32_t packed,
+                                    const RowBuffer& row) {
+  const int exponents[2] = {params.has_gate ? params.exponents[packed] : 0,
+                            params.exponents[params.num_rows + packed]};
+  const bool ordinary = Ordinary(2 * exponents[0]) && Ordinary(2 * exponents[1]);
+  float max_exponent = kNoExponent;
+  for (uint32_t first = threadIdx.x / 32 * 128; first < segment.matrices[2].in_channels;
+       first += blockDim.x / 32 * 128) {
+    const uint32_t channel = first + 4 * (threadIdx.x & 31);
+    const ScaledBlock block = ordinary ? BoundaryBlock<float>(params, segment, packed, exponents, channel)
+                                       : BoundaryBlock<double>(params, segment, packed, exponents, channel);
+    max_exponent = fmaxf(max_exponent, row.PutRotated(channel, block));
+  }
+  return max_exponent;
 }
 
 }  // namespace espalier::cuda

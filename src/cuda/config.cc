@@ -70,8 +70,8 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
   // Tiles are the third dimension of a grid.
   config.chunk_tokens = ChunkTokens(options, options.max_tokens,
                                     std::min<uint64_t>(max_rows, kMaxGridTiles) / config.max_segments);
-  const uint64_t segments = experts.segments().size();
-  config.num_segments = static_cast<uint32_t>(segments);
+  const uint64_t segments = uint64_t{geometry.experts} * config.max_segments;
+  config.segment_slots = static_cast<uint32_t>(std::min<uint64_t>(segments, ~uint32_t{0}));
   const uint64_t chunk_rows = config.chunk_tokens * options.top_k * config.max_segments;
   const uint64_t groups = MaxGroups(chunk_rows, segments);
   // Operands that stand twice take 4 bytes a channel; a call with few rows uses them whatever the capacity is.
@@ -86,9 +86,9 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
   config.rows = arrays.Add(rows, 16);
   config.row_slots = arrays.Add(rows, sizeof(uint32_t));
   config.row_weights = arrays.Add(rows, sizeof(float));
-  config.input_scales = arrays.Add(rows * 2, sizeof(float));
+  config.input_exponents = arrays.Add(rows * 2, sizeof(float));
   config.input_sums = arrays.Add(rows * 2, sizeof(float));
-  config.mid_scales = arrays.Add(rows, sizeof(float));
+  config.mid_exponents = arrays.Add(rows, sizeof(float));
   config.mid_sums = arrays.Add(rows, sizeof(float));
   config.inputs = arrays.Add(CheckedBytes(operand_bytes) * 2, config.hidden);
   config.fc1 = arrays.Add(CheckedBytes(SplitRows(chunk_rows, segments, config)) * 2 * config.intermediate, sizeof(float));
@@ -120,7 +120,7 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   }
   WorkspaceLayout arrays;
   config.tiles = arrays.Add(16 + groups * 16, 1);
-  config.input_scales = arrays.Add(rows, sizeof(float));
+  config.input_exponents = arrays.Add(rows, sizeof(float));
   config.input_sums = arrays.Add(rows, sizeof(float));
   config.inputs = arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
   config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels, sizeof(float));

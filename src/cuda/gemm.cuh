@@ -155,7 +155,7 @@ struct GemmParams {
   uint64_t out_split = 0;       // ... from split to split
   // Instead of sums, outputs: H128(sums) * svh * scale (+ bias), times the row's weight, in blocks of 128.
   bool finish = false;
-  const float* input_scales = nullptr;  // [rows]
+  const int32_t* input_exponents = nullptr;  // [rows]
   // Makes the operands itself, from the sums of FC1: for tiles of one row.
   bool fused = false;
   BoundaryParams boundary = {};
@@ -209,21 +209,31 @@ struct Unit {
   uint32_t projection;
   uint32_t block;
   uint32_t split;
-  float fused_scale;  // of the one row of a fused unit
+  int32_t fused_exponent;  // of the one row of a fused unit
   float fused_sum;
 };
 
-// One row's outputs of a finishing product: H128(sums) * svh * scale (+ bias), times the row's weight.
+// One row's outputs of a finishing product: H128(sums) * svh * 2^exponent (+ bias), times the row's weight. In
+// double where a factor alone would leave the range of fp32.
 __device__ __forceinline__ float4 FinishSums(const GemmParams& params, const DeviceMatrix& matrix, float4 v,
-                                             uint32_t channel, uint32_t packed, float scale) {
+                                             uint32_t channel, uint32_t packed, int exponent) {
   v = Hadamard128(v);
   const float4 svh = LoadVector(matrix.svh + channel);
-  v = {v.x * svh.x * scale, v.y * svh.y * scale, v.z * svh.z * scale, v.w * svh.w * scale};
-  if (matrix.bias != nullptr) {
-    const float4 bias = LoadVector(matrix.bias + channel);
-    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+  float4 bias = {};
+  if (matrix.bias != nullptr) bias = LoadVector(matrix.bias + channel);
+  const float weight = params.rows.WeightAt(packed);
+  if (Ordinary(exponent)) {
+    const float scale = __int_as_float((exponent + 127) << 23);
+    v = {v.x * svh.x * scale, v.y * svh.y * scale, v.z * svh.z * scale, v.w * svh.w * scale};
+    if (matrix.bias != nullptr) v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+    return {v.x * weight, v.y * weight, v.z * weight, v.w * weight};
   }
-  return Affine(v, params.rows.WeightAt(packed), 0.0f);
+  const double scale = PowerOfTwo(exponent);
+  const auto finish = [&](float sum, float sign, float add) {
+    return static_cast<float>((double{sum} * double{sign} * scale + double{add}) * double{weight});
+  };
+  return {finish(v.x, svh.x, bias.x), finish(v.y, svh.y, bias.y), finish(v.z, svh.z, bias.z),
+          finish(v.w, svh.w, bias.w)};
 }
 
 __device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& unit, const SharedSums& shared) {
@@ -244,8 +254,8 @@ __device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& 
     }
     uint64_t out_row = packed;
     if (params.finish) {
-      const float scale = params.fused ? unit.fused_scale : params.input_scales[packed];
-      v = FinishSums(params, matrix, v, channel, packed, scale);
+      const int exponent = params.fused ? unit.fused_exponent : params.input_exponents[packed];
+      v = FinishSums(params, matrix, v, channel, packed, exponent);
       out_row = params.rows.SlotAt(packed);
     }
     *reinterpret_cast<float4*>(out + out_row * params.out_row) = v;
@@ -326,12 +336,11 @@ __device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_
 // Operands of a fused unit in shared memory: one row of the first group.
 __device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& unit, uint4* operands, float* shared) {
   const uint32_t channels = unit.matrix->in_channels;
-  float* row_values = reinterpret_cast<float*>(operands + GroupPieces(channels, Operand::kSplit));
+  const RowBuffer row(operands + GroupPieces(channels, Operand::kSplit), channels);
   const DeviceSegment& segment = params.rows.experts.segments[unit.tile.segment];
-  const float max_magnitude =
-      BoundaryRow(params.boundary, segment, unit.tile.first_group * kGroupRows, row_values);
-  StoreOperands(row_values, channels, max_magnitude, OperandOf(*unit.matrix, RowClass::kFew), operands, 0, &unit.fused_scale,
-                &unit.fused_sum, shared);
+  const float max_exponent = BoundaryRow(params.boundary, segment, unit.tile.first_group * kGroupRows, row);
+  StoreOperands(row, channels, max_exponent, OperandOf(*unit.matrix, RowClass::kFew), operands, 0,
+                &unit.fused_exponent, &unit.fused_sum, shared);
 }
 
 template <bool kSplitOperands, int T>

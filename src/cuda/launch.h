@@ -20,7 +20,7 @@ struct DeviceLimits {
   int num_sms = 0;             // that the grid may count on; fewer is slower, never wrong
 };
 
-inline constexpr uint64_t kWideRows = 12;
+inline constexpr uint64_t kWideRows = 20;
 inline constexpr uint64_t kWideTokens = 64;
 
 // How products are made.
@@ -68,7 +68,9 @@ constexpr bool DirectRows(uint64_t rows, uint64_t segments, uint64_t intermediat
 struct MoeConfig {
   uint64_t chunk_tokens = 0;   // tokens of one pass over the experts
   uint32_t max_segments = 0;   // per expert, at least 1
-  uint32_t num_segments = 0;   // of the package
+  // experts * max_segments: what rows are compared with. Not the segments there are, so that a missing one
+  // changes nothing for the others.
+  uint32_t segment_slots = 0;
   uint32_t hidden = 0;         // as stored
   uint32_t intermediate = 0;   // of the widest segment
   uint64_t counters = 0;       // uint32 [16]: number of tiles first
@@ -77,8 +79,8 @@ struct MoeConfig {
   uint64_t rows = 0;           // PackedRow [groups * 8]
   uint64_t row_slots = 0;      // uint32 [groups * 8]
   uint64_t row_weights = 0;    // float [groups * 8]
-  uint64_t input_scales = 0, input_sums = 0;  // float [2][groups * 8]
-  uint64_t mid_scales = 0, mid_sums = 0;      // float [groups * 8]
+  uint64_t input_exponents = 0, input_sums = 0;  // int32, float [2][groups * 8]
+  uint64_t mid_exponents = 0, mid_sums = 0;      // int32, float [groups * 8]
   uint64_t inputs = 0;         // operands of gate, then of up
   uint64_t fc1 = 0;            // float [splits][groups * 8][2][intermediate]
   uint64_t mids = 0;           // operands of down
@@ -114,7 +116,7 @@ Result<void> LaunchMoe(const MoeLaunch& launch);
 struct LinearConfig {
   uint64_t chunk_tokens = 0;
   uint64_t tiles = 0;                         // Tile [groups], behind a uint32 count
-  uint64_t input_scales = 0, input_sums = 0;  // float [groups * 8]
+  uint64_t input_exponents = 0, input_sums = 0;  // float [groups * 8]
   uint64_t inputs = 0;                        // operands
   uint64_t sums = 0;                          // float [splits][groups * 8][out]
   uint64_t total_bytes = 0;

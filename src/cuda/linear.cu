@@ -18,7 +18,7 @@ struct OutputParams {
   const float* sums = nullptr;  // [splits][num_rows][out]
   uint32_t splits = 1;
   uint64_t split_stride = 0;
-  const float* scales = nullptr;  // [rows]
+  const int32_t* exponents = nullptr;  // [rows]
   uint32_t channels = 0;          // of y
   Value type = Value::kF32;
   void* y = nullptr;
@@ -43,13 +43,23 @@ __global__ void __launch_bounds__(kOutputThreads) StoreOutputs(const __grid_cons
   }
   v = Hadamard128(v);
   const float4 svh = LoadVector(params.matrix.svh + channel);
-  const float scale = params.scales[row];
-  v = {v.x * scale * svh.x, v.y * scale * svh.y, v.z * scale * svh.z, v.w * scale * svh.w};
-  if (params.matrix.bias != nullptr) {
-    const float4 bias = LoadVector(params.matrix.bias + channel);
-    v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
+  float4 bias = {};
+  if (params.matrix.bias != nullptr) bias = LoadVector(params.matrix.bias + channel);
+  const int exponent = params.exponents[row];
+  float values[4];
+  if (Ordinary(exponent)) {
+    const float scale = static_cast<float>(PowerOfTwo(exponent));
+    values[0] = v.x * scale * svh.x + bias.x;
+    values[1] = v.y * scale * svh.y + bias.y;
+    values[2] = v.z * scale * svh.z + bias.z;
+    values[3] = v.w * scale * svh.w + bias.w;
+  } else {
+    const double scale = PowerOfTwo(exponent);
+    values[0] = static_cast<float>(double{v.x} * scale * double{svh.x} + double{bias.x});
+    values[1] = static_cast<float>(double{v.y} * scale * double{svh.y} + double{bias.y});
+    values[2] = static_cast<float>(double{v.z} * scale * double{svh.z} + double{bias.z});
+    values[3] = static_cast<float>(double{v.w} * scale * double{svh.w} + double{bias.w});
   }
-  const float values[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     if (channel + i >= params.channels) break;
@@ -76,7 +86,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const RowSource rows = {
       .kind = RowKind::kSingle, .count = num_tokens, .matrix = matrix, .tile_groups = (groups + tiles - 1) / tiles};
   uint4* inputs = reinterpret_cast<uint4*>(workspace + launch.config.inputs);
-  float* scales = reinterpret_cast<float*>(workspace + launch.config.input_scales);
+  int32_t* exponents = reinterpret_cast<int32_t*>(workspace + launch.config.input_exponents);
   float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
   float* sums = reinterpret_cast<float*>(workspace + launch.config.sums);
   const uint64_t room = GroupPieces(matrix.in_channels, few ? Operand::kSplit : Operand::kPair);
@@ -93,7 +103,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .row_class = row_class,
       .inputs = inputs,
       .group_room = room,
-      .scales = scales,
+      .exponents = exponents,
       .sums = input_sums,
       .num_rows = num_rows};
   const GemmParams products = {.rows = rows,
@@ -113,7 +123,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .sums = sums,
       .splits = plan.splits,
       .split_stride = products.out_split,
-      .scales = scales,
+      .exponents = exponents,
       .channels = launch.out_channels,
       .type = ValueOf(launch.options.output),
       .y = static_cast<std::byte*>(args.y) +
@@ -124,7 +134,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   Chain chain;
   chain.Add("rotate", [&] {
     return Launch(RotateInputs, dim3(num_tokens), few ? kMaxRowThreads : kRowThreads,
-                  matrix.in_channels * sizeof(float), stream, false, rotate);
+                  RowBuffer::Bytes(matrix.in_channels), stream, false, rotate);
   });
   chain.Add("sums", [&] {
     const dim3 grid(matrix.out_channels / plan.block_channels, plan.splits, tiles);

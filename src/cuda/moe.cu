@@ -152,13 +152,13 @@ struct BoundaryLaunch {
   BoundaryParams boundary = {};
   uint4* mids = nullptr;
   uint64_t group_room = 0;
-  float* mid_scales = nullptr;
+  int32_t* mid_exponents = nullptr;
   float* mid_sums = nullptr;
 };
 
 // A block takes one packed row.
 __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_constant__ BoundaryLaunch params) {
-  extern __shared__ __align__(16) float row_values[];
+  extern __shared__ __align__(16) float row_memory[];
   __shared__ float shared[kBoundaryThreads / 32];
   const uint32_t packed = blockIdx.x;
   WaitForPreviousKernel();
@@ -167,10 +167,11 @@ __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_consta
   if (row.route < 0) return;
   const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
-  const float max_magnitude = BoundaryRow(params.boundary, segment, packed, row_values);
-  StoreOperands(row_values, down.in_channels, max_magnitude, OperandOf(down, params.boundary.row_class),
+  const RowBuffer buffer(row_memory, down.in_channels);
+  const float max_exponent = BoundaryRow(params.boundary, segment, packed, buffer);
+  StoreOperands(buffer, down.in_channels, max_exponent, OperandOf(down, params.boundary.row_class),
                 params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
-                params.mid_scales + packed, params.mid_sums + packed, shared);
+                params.mid_exponents + packed, params.mid_sums + packed, shared);
 }
 
 struct CombineParams {
@@ -262,11 +263,11 @@ class MoeChain {
     x_ = Advance(args.x, first_token * args.x_row_stride * DtypeBits(options.input) / 8);
     y_ = const_cast<void*>(Advance(args.y, first_token * args.y_row_stride * DtypeBits(options.output) / 8));
     const uint64_t rows = num_tokens * options.top_k * config_.max_segments;
-    row_class_ = ClassOf(rows, config_.num_segments, launch.limits.compute_capability);
-    direct_ = DirectRows(rows, config_.num_segments, config_.intermediate);
-    groups_ = direct_ ? rows : MaxGroups(rows, config_.num_segments);
+    row_class_ = ClassOf(rows, config_.segment_slots, launch.limits.compute_capability);
+    direct_ = DirectRows(rows, config_.segment_slots, config_.intermediate);
+    groups_ = direct_ ? rows : MaxGroups(rows, config_.segment_slots);
     // As many tiles as there can be: in `many` each segment's last tile may be small.
-    const uint64_t touched = std::min<uint64_t>(rows, config_.num_segments);
+    const uint64_t touched = std::min<uint64_t>(rows, config_.segment_slots);
     tiles_ = few() ? groups_ : std::min(groups_, groups_ / TileGroups(row_class_) + touched);
     if (row_class_ != RowClass::kWide) {
       sums_ = PlanSums(few() ? touched : tiles_, projections(), config_.hidden, config_.intermediate);
@@ -331,12 +332,12 @@ class MoeChain {
                                  .inputs = At<uint4>(config_.inputs),
                                  .group_room = InputRoom(),
                                  .projection_room = groups_ * InputRoom(),
-                                 .scales = At<float>(config_.input_scales),
+                                 .exponents = At<int32_t>(config_.input_exponents),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
     const uint64_t blocks = (direct_ ? groups_ : num_rows()) * projections();
     const uint32_t threads = direct_ ? kMaxRowThreads : kRowThreads;
-    return Launch(RotateInputs, dim3(Count(blocks)), threads, config_.hidden * sizeof(float), stream_, !direct_ && dependent(),
+    return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_, !direct_ && dependent(),
                   params);
   }
 
@@ -370,8 +371,8 @@ class MoeChain {
             .fc1 = At<float>(config_.fc1),
             .split_stride = Fc1Split(),
             .splits = sums_.splits,
-            // With one projection its scales come first.
-            .scales = At<float>(config_.input_scales) - first_projection() * num_rows(),
+            // With one projection its exponents come first.
+            .exponents = At<int32_t>(config_.input_exponents) - first_projection() * num_rows(),
             .num_rows = num_rows()};
   }
 
@@ -380,9 +381,9 @@ class MoeChain {
                                    .boundary = MakeBoundary(),
                                    .mids = At<uint4>(config_.mids),
                                    .group_room = MidRoom(),
-                                   .mid_scales = At<float>(config_.mid_scales),
+                                   .mid_exponents = At<int32_t>(config_.mid_exponents),
                                    .mid_sums = At<float>(config_.mid_sums)};
-    return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, config_.intermediate * sizeof(float), stream_, dependent(),
+    return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, RowBuffer::Bytes(config_.intermediate), stream_, dependent(),
                   params);
   }
 
@@ -399,7 +400,7 @@ class MoeChain {
                                .out = At<float>(config_.slots),
                                .out_row = config_.hidden,
                                .finish = true,
-                               .input_scales = At<float>(config_.mid_scales),
+                               .input_exponents = At<int32_t>(config_.mid_exponents),
                                .fused = direct_,
                                .boundary = MakeBoundary()};
     const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(tiles_));

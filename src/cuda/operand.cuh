@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "cuda/decode.cuh"
+#include "cuda/rotate.cuh"
 
 namespace espalier::cuda {
 
@@ -35,10 +36,11 @@ __device__ __forceinline__ uint32_t PackHalves(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// Writes one row (fp32 in shared memory, all of `channels`) times `scale` into its place in a group; threads
-// of the block share the pieces. Returns this thread's share of the sum over the values as they were rounded.
-__device__ inline float StoreRow(const float* row, uint32_t channels, float scale, Operand operand,
+// Writes one row times 2^-exponent into its place in a group; threads of the block share the pieces. Returns
+// this thread's share of the sum over the values as they were rounded.
+__device__ inline float StoreRow(const RowBuffer& buffer, uint32_t channels, int exponent, Operand operand,
                                  uint4* group, uint32_t row_in_group) {
+  const float* row = buffer.values;
   float sum = 0;
   const uint32_t pieces = operand == Operand::kSplit ? 4 : 2;
   for (uint32_t i = threadIdx.x; i < channels / kQuadChannels * pieces * 4; i += blockDim.x) {
@@ -46,6 +48,7 @@ __device__ inline float StoreRow(const float* row, uint32_t channels, float scal
     const uint32_t piece = (i >> 2) & (pieces - 1);
     const uint32_t quad = (i >> 2) / pieces;
     const float* lane = row + quad * kQuadChannels + q * 16;
+    const float scale = ldexpf(1.0f, max(buffer.exponents[quad / 2] - exponent, -200));
     uint4 out;
     if (operand == Operand::kWide) {
       // Here `piece` and `q` count the bricks of a quad: eight of them.

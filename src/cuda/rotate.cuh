@@ -40,6 +40,64 @@ __device__ __forceinline__ float MaxMagnitude(float4 v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
+// Binary exponent of a positive finite value; far below all of them for 0, infinity and NaN.
+inline constexpr float kNoExponent = -1e6f;
+__device__ __forceinline__ float ExponentOf(float magnitude) {
+  return magnitude > 0 && magnitude < INFINITY ? static_cast<float>(ilogbf(magnitude)) : kNoExponent;
+}
+
+__device__ __forceinline__ double PowerOfTwo(int e) { return ldexp(1.0, e); }
+
+// Scaled values of a block of 128 channels: v * 2^-exponent.
+struct ScaledBlock {
+  float4 v;
+  int exponent;
+};
+
+// A warp's block as fp32 that stands 128 additions: scaled by a power of two where a value is beyond 2^+-60.
+template <typename Real>
+__device__ __forceinline__ ScaledBlock ScaleBlock(Real x, Real y, Real z, Real w) {
+  const float4 v = {static_cast<float>(x), static_cast<float>(y), static_cast<float>(z), static_cast<float>(w)};
+  const float magnitude = MaxMagnitude(v);
+  const bool beyond = magnitude > 0x1p60f || (magnitude < 0x1p-60f && (x != 0 || y != 0 || z != 0 || w != 0));
+  if (!__any_sync(0xFFFFFFFFu, beyond)) return {v, 0};
+  double largest = 0;
+  const double values[] = {x, y, z, w};
+#pragma unroll
+  for (const double value : values) {
+    if (isfinite(value)) largest = fmax(largest, fabs(value));
+  }
+#pragma unroll
+  for (uint32_t stride = 16; stride > 0; stride /= 2) {
+    largest = fmax(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, stride));
+  }
+  const int exponent = largest > 0 ? ilogb(largest) : 0;
+  const double factor = PowerOfTwo(-exponent);
+  return {{static_cast<float>(x * factor), static_cast<float>(y * factor), static_cast<float>(z * factor),
+           static_cast<float>(w * factor)},
+          exponent};
+}
+
+// A row on its way to operands, in shared memory: values times 2^-exponent of their block.
+struct RowBuffer {
+  float* values;           // [channels]
+  int32_t* exponents;      // [channels / 128]
+
+  static __host__ __device__ size_t Bytes(uint32_t channels) {
+    return channels * sizeof(float) + channels / 128 * sizeof(int32_t);
+  }
+  __device__ __forceinline__ RowBuffer(void* memory, uint32_t channels)
+      : values(static_cast<float*>(memory)), exponents(reinterpret_cast<int32_t*>(values + channels)) {}
+
+  // Rotates a warp's block into its place. Returns this thread's largest exponent.
+  __device__ __forceinline__ float PutRotated(uint32_t channel, ScaledBlock block) const {
+    block.v = Hadamard128(block.v);
+    *reinterpret_cast<float4*>(values + channel) = block.v;
+    if ((threadIdx.x & 31) == 0) exponents[channel / 128] = block.exponent;
+    return ExponentOf(MaxMagnitude(block.v)) + static_cast<float>(block.exponent);
+  }
+};
+
 // The largest value over the block; `shared` has a float for each warp. Contains a barrier before and after
 // the exchange.
 __device__ __forceinline__ float BlockMax(float value, float* shared) {
@@ -68,16 +126,14 @@ __device__ __forceinline__ float BlockSum(float value, float* shared) {
   return value;
 }
 
-// The exponent e for which a row of this largest magnitude times 2^-e peaks in [2^13, 2^14): inside fp16
-// whatever the row was, with 2^27 of range below the peak before values turn subnormal. 0 for rows of zeros
-// and of infinities.
-__device__ __forceinline__ int RowExponent(float max_magnitude) {
-  if (!(max_magnitude > 0) || isinf(max_magnitude)) return 0;
-  return ilogbf(max_magnitude) - 13;
+// The exponent e for which a row times 2^-e peaks in [2^13, 2^14): inside fp16 whatever the row was, with 2^27
+// of range below the peak before values turn subnormal. 0 for rows of zeros and of infinities.
+__device__ __forceinline__ int RowExponent(float max_exponent) {
+  return max_exponent < -10000.0f ? 0 : static_cast<int>(max_exponent) - 13;
 }
 
-// 2^e for any e that RowExponent gives, also where that is subnormal or its inverse is.
-__device__ __forceinline__ float PowerOfTwo(int e) { return ldexpf(1.0f, e); }
+// Whether factors of 2^e are safe in fp32 beside values of ordinary size.
+__device__ __forceinline__ bool Ordinary(int exponent) { return exponent > -60 && exponent < 60; }
 
 }  // namespace espalier::cuda
 

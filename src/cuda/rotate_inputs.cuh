@@ -29,7 +29,7 @@ struct RotateParams {
   uint4* inputs = nullptr;
   uint64_t group_room = 0;
   uint64_t projection_room = 0;
-  float* scales = nullptr;  // [2][num_rows]
+  int32_t* exponents = nullptr;  // [2][num_rows]
   float* sums = nullptr;
   uint32_t num_rows = 0;
 };
@@ -55,7 +55,7 @@ __device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t
 
 // A block takes one row and one projection.
 static __global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
-  extern __shared__ __align__(16) float row_values[];
+  extern __shared__ __align__(16) float row_memory[];
   __shared__ float shared[kMaxRowThreads / 32];
   WaitForPreviousKernel();
   AllowNextKernel();
@@ -66,20 +66,20 @@ static __global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __gr
   if (row.route < 0) return;
   const DeviceMatrix& matrix = params.rows.MatrixOf(row.segment, params.first_projection + projection);
   const bool aligned = ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 7) == 0;
-  float max_magnitude = 0;
+  const RowBuffer buffer(row_memory, params.stored_channels);
+  float max_exponent = kNoExponent;
 #pragma unroll 4
   for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * blockDim.x) {
     const uint32_t left = channel < params.channels ? params.channels - channel : 0;
-    float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
+    const float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
     const float4 suh = LoadVector(matrix.suh + channel);
-    v = Hadamard128({v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w});
-    *reinterpret_cast<float4*>(row_values + channel) = v;
-    max_magnitude = fmaxf(max_magnitude, MaxMagnitude(v));
+    const ScaledBlock block = ScaleBlock(v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w);
+    max_exponent = fmaxf(max_exponent, buffer.PutRotated(channel, block));
   }
   const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
-  StoreOperands(row_values, params.stored_channels, max_magnitude, OperandOf(matrix, params.row_class),
+  StoreOperands(buffer, params.stored_channels, max_exponent, OperandOf(matrix, params.row_class),
                 params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
-                packed % kGroupRows, params.scales + factor, params.sums + factor, shared);
+                packed % kGroupRows, params.exponents + factor, params.sums + factor, shared);
 }
 
 // The first failed launch; later ones are skipped.

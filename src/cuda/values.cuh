@@ -68,35 +68,44 @@ struct ActivationParams {
   float linear_beta = 0;
 };
 
-__device__ __forceinline__ float Sigmoid(float z) {
+__device__ __forceinline__ float Exp(float z) { return __expf(z); }
+__device__ __forceinline__ double Exp(double z) { return exp(z); }
+__device__ __forceinline__ float Tanh(float z) { return tanhf(z); }
+__device__ __forceinline__ double Tanh(double z) { return tanh(z); }
+
+template <typename Real>
+__device__ __forceinline__ Real Sigmoid(Real z) {
   // Of -|z| only, so that nothing overflows.
-  const float e = __expf(-fabsf(z));
-  return (z >= 0 ? 1.0f : e) / (1 + e);
+  const Real e = Exp(z < 0 ? z : -z);
+  return (z >= 0 ? Real{1} : e) / (1 + e);
 }
 
 // Comparisons that are false for NaN leave it as it is. Formulas: docs/format.md, section 5.3.
-__device__ __forceinline__ float Activate(const ActivationParams& params, float gate, float up) {
+template <typename Real>
+__device__ __forceinline__ Real Activate(const ActivationParams& params, Real gate, Real up) {
   if (params.limit > 0) {
-    gate = gate > params.limit ? params.limit : gate;
-    up = up < -params.limit ? -params.limit : up > params.limit ? params.limit : up;
+    const Real limit = params.limit;
+    gate = gate > limit ? limit : gate;
+    up = up < -limit ? -limit : up > limit ? limit : up;
   }
   switch (params.kind) {
     case ActivationKind::kSilu:
       return gate * Sigmoid(gate) * up;
     case ActivationKind::kGelu: {
-      const float inner = 0.797884560803f * (gate + 0.044715f * gate * gate * gate);
-      return 0.5f * gate * (1 + tanhf(inner)) * up;
+      const Real inner = Real{0.797884560803f} * (gate + Real{0.044715f} * gate * gate * gate);
+      return Real{0.5} * gate * (1 + Tanh(inner)) * up;
     }
     case ActivationKind::kRelu2: {
-      const float positive = up < 0 ? 0 : up;
+      const Real positive = up < 0 ? Real{0} : up;
       return positive * positive;
     }
     case ActivationKind::kSitu: {
-      const float value = params.linear_beta > 0 ? params.linear_beta * tanhf(up / params.linear_beta) : up;
-      return params.beta * tanhf(gate / params.beta) * Sigmoid(gate) * value;
+      const Real beta = params.beta, linear_beta = params.linear_beta;
+      const Real value = linear_beta > 0 ? linear_beta * Tanh(up / linear_beta) : up;
+      return beta * Tanh(gate / beta) * Sigmoid(gate) * value;
     }
     case ActivationKind::kSwigluOai:
-      return gate * Sigmoid(1.702f * gate) * (up + 1);
+      return gate * Sigmoid(Real{1.702f} * gate) * (up + 1);
   }
   return up;
 }
