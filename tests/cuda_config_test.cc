@@ -96,7 +96,9 @@ TEST(CudaConfigTest, SumsAreCutEvenlyAndFillTheMachine) {
         EXPECT_GE(in / 64, plan.splits);
         const uint64_t units = tiles * 2 * (out / plan.block_channels) * plan.splits;
         // Not cut finer than needed.
-        if (plan.block_channels < 128 || plan.splits > 1) EXPECT_LT(units, 2 * 512u);
+        if (plan.block_channels < 128 || plan.splits > 1) {
+          EXPECT_LT(units, 2 * 512u);
+        }
       }
     }
   }
@@ -112,9 +114,10 @@ TEST(CudaConfigTest, ArraysLieApartInsideTheWorkspace) {
     const ExpertsTable table = TableOf(256, 6144, 512);
     const MoeConfig config = ConfigureMoe(table, {.max_tokens = tokens, .top_k = 8}).value();
     const std::vector<uint64_t> offsets = {
-        config.counters,     config.expert_counts, config.tiles,      config.rows,     config.row_slots,
-        config.row_weights,  config.input_exponents,  config.input_sums, config.mid_exponents, config.mid_sums,
-        config.inputs,       config.fc1,           config.mids,       config.slots,    config.total_bytes};
+        config.counters,      config.expert_counts, config.tiles,           config.rows,
+        config.row_slots,     config.row_weights,   config.input_exponents, config.input_sums,
+        config.mid_exponents, config.mid_sums,      config.inputs,          config.fc1,
+        config.mids,          config.slots,         config.total_bytes};
     EXPECT_TRUE(std::is_sorted(offsets.begin(), offsets.end()));
     for (const uint64_t offset : offsets) EXPECT_EQ(offset % kWorkspaceAlignmentBytes, 0u);
     const uint64_t rows = config.chunk_tokens * 8;
@@ -166,7 +169,8 @@ TEST(CudaConfigTest, RowsTooWideForSharedMemoryAreRefused) {
   const Result<MoeConfig> config = ConfigureMoe(TableOf(1, 24576 + 128, 128), {.max_tokens = 1, .top_k = 1});
   ASSERT_FALSE(config.has_value());
   EXPECT_EQ(config.error().code(), StatusCode::kUnsupported);
-  EXPECT_NE(config.error().message().find("24704 hidden channels"), std::string::npos) << config.error().message();
+  EXPECT_NE(config.error().message().find("24704 hidden channels"), std::string::npos)
+      << config.error().message();
   EXPECT_TRUE(ConfigureMoe(TableOf(1, 24576, 128), {.max_tokens = 1, .top_k = 1}).has_value());
 }
 

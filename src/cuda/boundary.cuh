@@ -25,9 +25,9 @@ __device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, RowClas
 }
 
 // Writes a rotated row, with its exponent and the sum of its operands. `max_exponent`: this thread's.
-__device__ inline void StoreOperands(const RowBuffer& row, uint32_t channels, float max_exponent, Operand operand,
-                                     uint4* group, uint32_t row_in_group, int32_t* exponent, float* sum,
-                                     float* shared) {
+__device__ inline void StoreOperands(const RowBuffer& row, uint32_t channels, float max_exponent,
+                                     Operand operand, uint4* group, uint32_t row_in_group, int32_t* exponent,
+                                     float* sum, float* shared) {
   const int row_exponent = RowExponent(BlockMax(max_exponent, shared));
   const float total = StoreRow(row, channels, row_exponent, operand, group, row_in_group);
   if (operand != Operand::kSplit) {
@@ -56,9 +56,9 @@ struct Four {
 
 // Four channels of a projection's output.
 template <typename Real>
-__device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& params, const DeviceMatrix& matrix,
-                                                       uint32_t packed, uint32_t projection, int exponent,
-                                                       uint32_t channel) {
+__device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& params,
+                                                       const DeviceMatrix& matrix, uint32_t packed,
+                                                       uint32_t projection, int exponent, uint32_t channel) {
   const float* at = params.fc1 + (uint64_t{packed} * 2 + projection) * params.intermediate + channel;
   float4 sums = *reinterpret_cast<const float4*>(at);
   for (uint32_t split = 1; split < params.splits; ++split) {
@@ -78,8 +78,9 @@ __device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& par
 }
 
 template <typename Real>
-__device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& params, const DeviceSegment& segment,
-                                                     uint32_t packed, const int (&exponents)[2], uint32_t channel) {
+__device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& params,
+                                                     const DeviceSegment& segment, uint32_t packed,
+                                                     const int (&exponents)[2], uint32_t channel) {
   Four<Real> gate = {};
   if (params.has_gate) {
     gate = ProjectionOutput<Real>(params, segment.matrices[0], packed, 0, exponents[0], channel);
@@ -98,8 +99,8 @@ __device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& param
 
 // Rotated FC2 inputs of one row: warps of the block share its blocks of 128 channels. In double where the row
 // was so large or small that products leave the range of fp32. Returns this thread's largest exponent.
-__device__ inline float BoundaryRow(const BoundaryParams& params, const DeviceSegment& segment, uint32_t packed,
-                                    const RowBuffer& row) {
+__device__ inline float BoundaryRow(const BoundaryParams& params, const DeviceSegment& segment,
+                                    uint32_t packed, const RowBuffer& row) {
   const int exponents[2] = {params.has_gate ? params.exponents[packed] : 0,
                             params.exponents[params.num_rows + packed]};
   const bool ordinary = Ordinary(2 * exponents[0]) && Ordinary(2 * exponents[1]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-
 #include <fmt/format.h>
+
+#include <algorithm>
 
 #include "cuda/launch.h"
 #include "moe/workspace.h"
@@ -74,7 +74,8 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
   config.segment_slots = static_cast<uint32_t>(std::min<uint64_t>(segments, ~uint32_t{0}));
   const uint64_t chunk_rows = config.chunk_tokens * options.top_k * config.max_segments;
   const uint64_t groups = MaxGroups(chunk_rows, segments);
-  // Operands that stand twice take 4 bytes a channel; a call with few rows uses them whatever the capacity is.
+  // Operands that stand twice take 4 bytes a channel; a call with few rows uses them whatever the capacity
+  // is.
   const uint64_t few_groups = MaxGroups(std::min(chunk_rows, 4 * segments), segments);
   const uint64_t operand_bytes = kGroupRows * std::max(groups * 2, few_groups * 4);
   const uint64_t rows = groups * kGroupRows;
@@ -91,7 +92,8 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
   config.mid_exponents = arrays.Add(rows, sizeof(float));
   config.mid_sums = arrays.Add(rows, sizeof(float));
   config.inputs = arrays.Add(CheckedBytes(operand_bytes) * 2, config.hidden);
-  config.fc1 = arrays.Add(CheckedBytes(SplitRows(chunk_rows, segments, config)) * 2 * config.intermediate, sizeof(float));
+  config.fc1 = arrays.Add(CheckedBytes(SplitRows(chunk_rows, segments, config)) * 2 * config.intermediate,
+                          sizeof(float));
   config.mids = arrays.Add(operand_bytes, config.intermediate);
   config.slots = arrays.Add(CheckedBytes(chunk_rows) * config.hidden, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
@@ -108,13 +110,15 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   LinearConfig config;
   const uint64_t row_bytes = uint64_t{matrix.in_channels} * 2 + uint64_t{matrix.out_channels} * 4;
   // Rows are the second dimension of a grid.
-  config.chunk_tokens = std::min({options.max_tokens, kMaxGridTiles, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows)});
+  config.chunk_tokens =
+      std::min({options.max_tokens, kMaxGridTiles, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows)});
   const uint64_t groups = MaxGroups(config.chunk_tokens, 1);
   const uint64_t rows = groups * kGroupRows;
   uint64_t split_groups = 0;
   for (uint64_t count = 1; count <= groups; ++count) {
     const RowClass row_class = count == 1 ? RowClass::kFew : RowClass::kMany;
-    const SumsPlan plan = PlanSums(LinearTiles(count * kGroupRows, row_class), 1, matrix.in_channels, matrix.out_channels);
+    const SumsPlan plan =
+        PlanSums(LinearTiles(count * kGroupRows, row_class), 1, matrix.in_channels, matrix.out_channels);
     split_groups = std::max(split_groups, plan.splits * count);
     if (plan.splits == 1 && count > kEnoughUnits) break;
   }
@@ -122,8 +126,10 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   config.tiles = arrays.Add(16 + groups * 16, 1);
   config.input_exponents = arrays.Add(rows, sizeof(float));
   config.input_sums = arrays.Add(rows, sizeof(float));
-  config.inputs = arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
-  config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels, sizeof(float));
+  config.inputs =
+      arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
+  config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels,
+                           sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
   if (!total) return tl::unexpected(total.error());
   config.total_bytes = *total;

@@ -5,8 +5,8 @@
 // A warp decodes a quad: four tiles that follow each other on the input axis (64 channels), one output tile
 // (16 channels). Lane (g, q) = (lane / 4, lane % 4) takes the 32 consecutive states of tile q that are output
 // channels g and g + 8 and all 16 input channels: `bits` whole words and the end of the word before them. So
-// every shift is an immediate, the same in all lanes. Read as W^T the states already lie in the order of the A
-// operand of mma.m16n8k16; which input channel an operand element means is the activations' business
+// every shift is an immediate, the same in all lanes. Read as W^T the states already lie in the order of the
+// A operand of mma.m16n8k16; which input channel an operand element means is the activations' business
 // (operand.cuh).
 #ifndef ESPALIER_SRC_CUDA_DECODE_CUH_
 #define ESPALIER_SRC_CUDA_DECODE_CUH_
@@ -55,7 +55,8 @@ template <int kBits>
 inline constexpr int kMasksByDot = (16 % kBits == 0) ? 2 : 3;
 
 // State j (0..31) of the lane, zero-extended. `j` is a constant after unrolling, so all of this is one shift
-// and one mask, or less. Where `bits` divides 16, states j and j + 16 / bits are the two halves of one window.
+// and one mask, or less. Where `bits` divides 16, states j and j + 16 / bits are the two halves of one
+// window.
 template <int kBits>
 __device__ __forceinline__ uint32_t QuadState(const QuadWords<kBits>& quad, uint32_t previous, int j) {
   const int end = (j + 1) * kBits;  // stream bits of the lane up to the end of this state
@@ -93,7 +94,8 @@ __device__ __forceinline__ uint32_t PreviousWord(uint32_t last_word) {
 //   kSplit  one weight = two operand elements, its fp16 halves: saves the addition and doubles the matrix
 //           instructions; the activation stands in both. The sum is not rounded to fp16: up to half an ulp
 //           (2^-12 relative) off the format's value.
-//   kPair   two weights = two operand elements. mul1 comes as 1024 + byte sum (exact in fp16); the affine part
+//   kPair   two weights = two operand elements. mul1 comes as 1024 + byte sum (exact in fp16); the affine
+//   part
 //           c * s + d is taken after the sum: y = c * sum + d * (sum of activations).
 //   kWide   as kPair, in the order that the asynchronous matrix unit reads
 enum class Operand { kSplit, kPair, kWide };

@@ -33,8 +33,8 @@ struct DeviceSegment {
 
 // A package in device memory.
 struct DeviceExperts {
-  const DeviceSegment* segments = nullptr;   // [num_segments]
-  const uint32_t* first_segment = nullptr;   // [experts + 1]
+  const DeviceSegment* segments = nullptr;  // [num_segments]
+  const uint32_t* first_segment = nullptr;  // [experts + 1]
   uint32_t num_segments = 0;
   uint32_t experts = 0;
 };

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Rows times one coded matrix: the products of FC1, FC2 and of single linears. A block of 8 warps takes a
-// unit: up to 8 * T rows, `block_channels` output channels, a share of the input channels. The warps split the
-// unit by output tile (16 channels) and, where that leaves warps over, by input channels; their sums meet in
-// shared memory in a fixed order. Whatever T is, a row's sums are made in the same order: tiles may be chosen
-// by the rows an expert has.
+// unit: up to 8 * T rows, `block_channels` output channels, a share of the input channels. The warps split
+// the unit by output tile (16 channels) and, where that leaves warps over, by input channels; their sums meet
+// in shared memory in a fixed order. Whatever T is, a row's sums are made in the same order: tiles may be
+// chosen by the rows an expert has.
 #ifndef ESPALIER_SRC_CUDA_GEMM_CUH_
 #define ESPALIER_SRC_CUDA_GEMM_CUH_
 
@@ -29,13 +29,13 @@ inline constexpr uint32_t kGemmThreads = 32 * kWarps;
 
 // One warp's part of a unit.
 struct WarpWork {
-  const uint32_t* codes;   // first word of the lane in the first quad
-  uint64_t quad_words;     // from quad to quad
-  const uint4* inputs;     // first piece of the lane in the first group
-  uint64_t group_pieces;   // from group to group
+  const uint32_t* codes;  // first word of the lane in the first quad
+  uint64_t quad_words;    // from quad to quad
+  const uint4* inputs;    // first piece of the lane in the first group
+  uint64_t group_pieces;  // from group to group
   uint32_t first_quad;
   uint32_t quads;
-  uint32_t row_floats;     // of the sums in shared memory
+  uint32_t row_floats;  // of the sums in shared memory
 };
 
 // Steps that codes are asked for ahead. 16 to 24 warps an SM times 2 * 512 bytes cover the 20 KB that the
@@ -53,9 +53,9 @@ struct QuadInputs {
   uint4 b[kInputsAhead<T> ? kPieces<kOperand> : 1][T];
 };
 
-// The sums of one quad. Each piece of the inputs is asked for again, for the next quad at `next`, as soon as it
-// has been used: a whole step hides the way to the second-level cache. With more groups `next` is this quad,
-// and a piece is asked for before its weights are decoded.
+// The sums of one quad. Each piece of the inputs is asked for again, for the next quad at `next`, as soon as
+// it has been used: a whole step hides the way to the second-level cache. With more groups `next` is this
+// quad, and a piece is asked for before its weights are decoded.
 template <int kBits, Codebook kCodebook, Operand kOperand, int T>
 __device__ __forceinline__ void MultiplyQuad(const QuadWords<kBits>& quad, QuadInputs<kOperand, T>& inputs,
                                              const uint4* next, uint64_t group_pieces, uint32_t flips,
@@ -139,15 +139,15 @@ __device__ __forceinline__ void MultiplyWarp(const WarpWork& work, float (&sums)
 // One product of all tiles. Its sums go to out[split][projection][packed row][channel].
 struct GemmParams {
   RowSource rows = {};
-  bool prefetch = false;         // codes are on their way before the kernel before has ended
+  bool prefetch = false;  // codes are on their way before the kernel before has ended
   uint32_t first_projection = 0;
   uint32_t num_projections = 0;
-  uint32_t log2_tiles = 0;       // output tiles of a unit: 32, 64 or 128 channels
-  uint32_t log2_splits = 0;      // shares of the input channels, each a unit of its own
+  uint32_t log2_tiles = 0;   // output tiles of a unit: 32, 64 or 128 channels
+  uint32_t log2_splits = 0;  // shares of the input channels, each a unit of its own
   const uint4* inputs = nullptr;
-  uint64_t group_room = 0;       // pieces from group to group
-  uint64_t projection_room = 0;  // pieces from projection to projection
-  const float* input_sums = nullptr;    // [projections][rows], for mul1
+  uint64_t group_room = 0;            // pieces from group to group
+  uint64_t projection_room = 0;       // pieces from projection to projection
+  const float* input_sums = nullptr;  // [projections][rows], for mul1
   uint32_t num_rows = 0;
   float* out = nullptr;
   uint64_t out_row = 0;         // floats from row to row
@@ -161,8 +161,8 @@ struct GemmParams {
   BoundaryParams boundary = {};
 };
 
-// How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the rows
-// of a matrix instruction's column pairs in different banks.
+// How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the
+// rows of a matrix instruction's column pairs in different banks.
 struct SharedSums {
   float* data;
   uint32_t rows;
@@ -201,8 +201,8 @@ __device__ __forceinline__ float4 Affine(float4 v, float scale, float offset) {
   return {v.x * scale + offset, v.y * scale + offset, v.z * scale + offset, v.w * scale + offset};
 }
 
-// What a block of threads works on. Lies in shared memory and is read again where it is needed, so that nothing
-// of it occupies registers while a warp multiplies.
+// What a block of threads works on. Lies in shared memory and is read again where it is needed, so that
+// nothing of it occupies registers while a warp multiplies.
 struct Unit {
   Tile tile;
   const DeviceMatrix* matrix;
@@ -213,34 +213,73 @@ struct Unit {
   float fused_sum;
 };
 
-// One row's outputs of a finishing product: H128(sums) * svh * 2^exponent (+ bias), times the row's weight. In
-// double where a factor alone would leave the range of fp32.
-__device__ __forceinline__ float4 FinishSums(const GemmParams& params, const DeviceMatrix& matrix, float4 v,
-                                             uint32_t channel, uint32_t packed, int exponent) {
-  v = Hadamard128(v);
-  const float4 svh = LoadVector(matrix.svh + channel);
-  float4 bias = {};
-  if (matrix.bias != nullptr) bias = LoadVector(matrix.bias + channel);
-  const float weight = params.rows.WeightAt(packed);
-  if (Ordinary(exponent)) {
-    const float scale = __int_as_float((exponent + 127) << 23);
-    v = {v.x * svh.x * scale, v.y * svh.y * scale, v.z * svh.z * scale, v.w * svh.w * scale};
-    if (matrix.bias != nullptr) v = {v.x + bias.x, v.y + bias.y, v.z + bias.z, v.w + bias.w};
-    return {v.x * weight, v.y * weight, v.z * weight, v.w * weight};
+// What a row of a finishing product is multiplied with and where it goes.
+struct RowFacts {
+  int exponent = 0;
+  float weight = 0;
+  uint32_t slot = 0;
+  float sum = 0;  // of its operands, for mul1
+
+  __device__ __forceinline__ RowFacts From(uint32_t lane) const {
+    return {__shfl_sync(0xFFFFFFFFu, exponent, lane), __shfl_sync(0xFFFFFFFFu, weight, lane),
+            __shfl_sync(0xFFFFFFFFu, slot, lane), __shfl_sync(0xFFFFFFFFu, sum, lane)};
   }
-  const double scale = PowerOfTwo(exponent);
+};
+
+// H128(sums) * svh * 2^exponent (+ bias), times the row's weight. In double where a factor alone would leave
+// the range of fp32.
+__device__ __forceinline__ float4 FinishSums(float4 v, float4 svh, float4 bias, const RowFacts& row) {
+  v = Hadamard128(v);
+  if (Ordinary(row.exponent)) {
+    const float scale = __int_as_float((row.exponent + 127) << 23);
+    v = {v.x * svh.x * scale + bias.x, v.y * svh.y * scale + bias.y, v.z * svh.z * scale + bias.z,
+         v.w * svh.w * scale + bias.w};
+    return {v.x * row.weight, v.y * row.weight, v.z * row.weight, v.w * row.weight};
+  }
+  const double scale = PowerOfTwo(row.exponent);
   const auto finish = [&](float sum, float sign, float add) {
-    return static_cast<float>((double{sum} * double{sign} * scale + double{add}) * double{weight});
+    return static_cast<float>((double{sum} * double{sign} * scale + double{add}) * double{row.weight});
   };
   return {finish(v.x, svh.x, bias.x), finish(v.y, svh.y, bias.y), finish(v.z, svh.z, bias.z),
           finish(v.w, svh.w, bias.w)};
 }
 
-__device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& unit, const SharedSums& shared) {
+// Outputs of 128 channels: a warp takes every eighth row. Lane i fetches what there is to know of the warp's
+// i-th row, so that no row waits for it: 32 times 8 rows, more than a tile has.
+__device__ __forceinline__ void FinishUnit(const GemmParams& params, const Unit& unit,
+                                           const SharedSums& shared) {
   const DeviceMatrix& matrix = *unit.matrix;
-  const uint32_t log2_lanes = params.log2_tiles + 2;  // threads that share a row; 32 where sums are finished
-  const uint32_t warp_splits = kWarps >> params.log2_tiles;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const uint32_t channel = unit.block * kHadamardChannels + 4 * lane;
   const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
+  const float4 svh = LoadVector(matrix.svh + channel);
+  float4 bias = {};
+  if (matrix.bias != nullptr) bias = LoadVector(matrix.bias + channel);
+  RowFacts facts;
+  if (warp + kWarps * lane < unit.tile.rows) {
+    const uint32_t packed = unit.tile.first_group * kGroupRows + warp + kWarps * lane;
+    facts = {params.fused ? unit.fused_exponent : params.input_exponents[packed],
+             params.rows.WeightAt(packed), params.rows.SlotAt(packed),
+             !mul1          ? 0.0f
+             : params.fused ? unit.fused_sum
+                            : params.input_sums[packed]};
+  }
+  uint32_t index = 0;
+  for (uint32_t row = warp; row < unit.tile.rows; row += kWarps) {
+    const RowFacts own = facts.From(index++);
+    float4 v = TotalSums(shared, 1, row, 4 * lane);
+    if (mul1) v = Affine(v, kMul1Scale, kMul1Offset * own.sum);
+    v = FinishSums(v, svh, bias, own);
+    *reinterpret_cast<float4*>(params.out + own.slot * params.out_row + channel) = v;
+  }
+}
+
+__device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& unit,
+                                          const SharedSums& shared) {
+  if (params.finish) return FinishUnit(params, unit, shared);
+  const uint32_t log2_lanes = params.log2_tiles + 2;  // threads that share a row
+  const uint32_t warp_splits = kWarps >> params.log2_tiles;
+  const bool mul1 = unit.matrix->codebook == static_cast<uint32_t>(Codebook::kMul1);
   const uint32_t in_block = (threadIdx.x & ((1u << log2_lanes) - 1)) * 4;
   const uint32_t channel = (unit.block << (params.log2_tiles + 4)) + in_block;
   float* out = params.out + unit.split * params.out_split + unit.projection * params.out_projection + channel;
@@ -248,17 +287,10 @@ __device__ __forceinline__ void WriteUnit(const GemmParams& params, const Unit& 
     const uint32_t packed = unit.tile.first_group * kGroupRows + row;
     float4 v = TotalSums(shared, warp_splits, row, in_block);
     if (mul1) {
-      const float sum =
-          params.fused ? unit.fused_sum : params.input_sums[unit.projection * params.num_rows + packed];
+      const float sum = params.input_sums[unit.projection * params.num_rows + packed];
       v = Affine(v, kMul1Scale, unit.split == 0 ? kMul1Offset * sum : 0.0f);
     }
-    uint64_t out_row = packed;
-    if (params.finish) {
-      const int exponent = params.fused ? unit.fused_exponent : params.input_exponents[packed];
-      v = FinishSums(params, matrix, v, channel, packed, exponent);
-      out_row = params.rows.SlotAt(packed);
-    }
-    *reinterpret_cast<float4*>(out + out_row * params.out_row) = v;
+    *reinterpret_cast<float4*>(out + packed * params.out_row) = v;
   }
 }
 
@@ -273,11 +305,11 @@ __device__ __forceinline__ void MultiplyAndShare(const WarpWork& work, float* sh
 template <int kBits, bool kSplitOperands, int T>
 __device__ __forceinline__ void MultiplyCodebook(uint32_t codebook, const WarpWork& work, float* shared) {
   switch (static_cast<Codebook>(codebook)) {
-#define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier)                       \
-  case Codebook::enumerator: {                                                                       \
-    constexpr Operand kOperand =                                                                     \
+#define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier)                        \
+  case Codebook::enumerator: {                                                                        \
+    constexpr Operand kOperand =                                                                      \
         kSplitOperands && Codebook::enumerator != Codebook::kMul1 ? Operand::kSplit : Operand::kPair; \
-    return MultiplyAndShare<kBits, Codebook::enumerator, kOperand, T>(work, shared);                 \
+    return MultiplyAndShare<kBits, Codebook::enumerator, kOperand, T>(work, shared);                  \
   }
 #include <espalier/formats.def>
   }
@@ -305,8 +337,8 @@ __device__ __forceinline__ void MultiplyBlock(const GemmParams& params, const Un
   work.codes = matrix.codes + (uint64_t{work.first_quad} * 4 + (lane & 3)) * row_words +
                ((unit.block << params.log2_tiles) + warp_tile) * tile_words + (lane >> 2) * matrix.bits;
   work.group_pieces = params.group_room;
-  // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats cost
-  // no traffic.
+  // Where one group is all, rows beyond the last one repeat it: their columns are never read, and repeats
+  // cost no traffic.
   const uint32_t row = T == 1 ? min(lane >> 2, unit.tile.rows - 1) : lane >> 2;
   work.inputs = inputs + row * 4 + (lane & 3);
   work.row_floats = shared.row_floats;
@@ -325,7 +357,8 @@ __device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_
   const uint64_t row_words = uint64_t{matrix.out_channels} / kTileChannels * 8 * matrix.bits;
   // A row of tiles is 64 to 2048 bytes: 16 threads take the lines of 16 rows at a time.
   const uint32_t row_bytes = tiles * 32 * matrix.bits;
-  const char* codes = reinterpret_cast<const char*>(matrix.codes + first_row * row_words + first_tile * 8 * matrix.bits);
+  const char* codes =
+      reinterpret_cast<const char*>(matrix.codes + first_row * row_words + first_tile * 8 * matrix.bits);
   for (uint32_t row = threadIdx.x / 16; row < rows; row += kGemmThreads / 16) {
     for (uint32_t offset = threadIdx.x % 16 * 128; offset < row_bytes + 127; offset += 16 * 128) {
       PrefetchToL2(codes + row * row_words * 4 + min(offset, row_bytes - 4));
@@ -334,7 +367,8 @@ __device__ __forceinline__ void PrefetchUnit(const DeviceMatrix& matrix, uint32_
 }
 
 // Operands of a fused unit in shared memory: one row of the first group.
-__device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& unit, uint4* operands, float* shared) {
+__device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& unit, uint4* operands,
+                                             float* shared) {
   const uint32_t channels = unit.matrix->in_channels;
   const RowBuffer row(operands + GroupPieces(channels, Operand::kSplit), channels);
   const DeviceSegment& segment = params.rows.experts.segments[unit.tile.segment];
@@ -345,8 +379,8 @@ __device__ __forceinline__ void MakeOperands(const GemmParams& params, Unit& uni
 
 template <bool kSplitOperands, int T>
 __device__ __forceinline__ void RunUnit(const GemmParams& params, Unit& unit, float* shared) {
-  const uint4* inputs = params.inputs + unit.projection * params.projection_room +
-                        unit.tile.first_group * params.group_room;
+  const uint4* inputs =
+      params.inputs + unit.projection * params.projection_room + unit.tile.first_group * params.group_room;
   if constexpr (kSplitOperands) {
     extern __shared__ uint4 operands[];
     if (params.prefetch) {

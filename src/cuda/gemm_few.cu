@@ -15,10 +15,10 @@ __global__ void __launch_bounds__(kGemmThreads, 3) FewRows(const __grid_constant
 
 cudaError_t LaunchFewRows(const GemmParams& params, dim3 grid, cudaStream_t stream, bool dependent) {
   // Operands of one row as fp16 twice, and the row as fp32.
-  const size_t shared_bytes =
-      params.fused ? params.boundary.intermediate * kGroupRows * 2 * sizeof(uint16_t) +
-                         RowBuffer::Bytes(params.boundary.intermediate)
-                   : 0;
+  const size_t shared_bytes = params.fused
+                                  ? params.boundary.intermediate * kGroupRows * 2 * sizeof(uint16_t) +
+                                        RowBuffer::Bytes(params.boundary.intermediate)
+                                  : 0;
   return Launch(FewRows, grid, kGemmThreads, shared_bytes, stream, dependent, params);
 }
 

@@ -10,8 +10,9 @@
 namespace espalier::cuda {
 namespace {
 
-constexpr uint32_t kStages = 4;          // quads of the ring
-constexpr uint32_t kQuadPieces = 64;     // 16-byte pieces of one quad of one group
+constexpr uint32_t kStages = 4;       // quads of the ring
+constexpr uint32_t kQuadPieces = 64;  // 16-byte pieces of one quad of one group
+constexpr uint32_t kQuadBricks = 8;   // 16-byte pieces of one quad of one row
 constexpr uint32_t kBrickBytes = 128;
 constexpr int kWideGroups = 16;
 constexpr uint32_t kRowFloats = kHadamardChannels + 4;
@@ -20,21 +21,25 @@ constexpr uint32_t kRowFloats = kHadamardChannels + 4;
 constexpr size_t kSharedBytes = sizeof(float) * kRowFloats * kWideGroups * kGroupRows;
 static_assert(kSharedBytes >= kStages * kWideGroups * kQuadPieces * sizeof(uint4));
 
-// One quad of T groups into a stage.
+// One quad of T groups into a stage: from rows to bricks of 8 rows by 16 bytes. Eight lanes fill a brick, so
+// they write 128 bytes in one stretch; a warp takes four neighbouring pieces of eight rows.
 template <int T>
-__device__ __forceinline__ void CopyQuad(const uint4* inputs, uint64_t group_pieces, uint32_t stage) {
+__device__ __forceinline__ void CopyQuad(const uint4* inputs, uint64_t group_pieces, uint32_t row_pieces,
+                                         uint32_t stage) {
+  const uint32_t row = threadIdx.x % kGroupRows, brick = threadIdx.x / kGroupRows % 8;
+  const uint4* from = inputs + row * row_pieces + brick;
+  const uint32_t to = stage + threadIdx.x % kQuadPieces * 16;
 #pragma unroll
-  for (int i = 0; i < (T * static_cast<int>(kQuadPieces) + static_cast<int>(kGemmThreads) - 1) /
-                          static_cast<int>(kGemmThreads);
-       ++i) {
-    const uint32_t piece = threadIdx.x + i * kGemmThreads;
-    if (T % 4 != 0 && piece >= T * kQuadPieces) break;
-    CopyAsync(stage + piece * 16, inputs + piece / kQuadPieces * group_pieces + piece % kQuadPieces);
+  for (int first = 0; first < T; first += static_cast<int>(kGemmThreads / kQuadPieces)) {
+    const uint32_t group = first + threadIdx.x / kQuadPieces;
+    if (T % 4 != 0 && group >= T) break;
+    CopyAsync(to + group * kQuadPieces * 16, from + group * group_pieces);
   }
 }
 
 template <int kBits, Codebook kCodebook>
-__device__ __forceinline__ void DecodeQuad(const QuadWords<kBits>& quad, uint32_t flips, uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void DecodeQuad(const QuadWords<kBits>& quad, uint32_t flips,
+                                           uint32_t (&a)[4][4]) {
   const uint32_t previous = PreviousWord(quad.w[kBits - 1]);
 #pragma unroll
   for (int s = 0; s < 4; ++s) PairOperand<kBits, kCodebook>(quad, previous, flips, s, a[s]);
@@ -57,11 +62,12 @@ __device__ __forceinline__ void MultiplyWide(const WarpWork& work, uint32_t ring
   AllowNextKernel();
   const uint32_t flips = OpaqueConstant(kFoldFlips);
   const uint4* inputs = work.inputs;
+  const uint32_t row_pieces = work.quads * kQuadBricks;
 #pragma unroll
   for (uint32_t i = 0; i < 2; ++i) {
-    CopyQuad<T>(inputs, work.group_pieces, ring + i * kStageBytes);
+    CopyQuad<T>(inputs, work.group_pieces, row_pieces, ring + i * kStageBytes);
     CommitCopies();
-    inputs += kQuadPieces;
+    inputs += kQuadBricks;
   }
   uint32_t a[2][4][4];
   // The number of quads is even: channels are a multiple of 128.
@@ -76,9 +82,11 @@ __device__ __forceinline__ void MultiplyWide(const WarpWork& work, uint32_t ring
       FenceShared();
       __syncthreads();
       // All warps have seen the end of the products before the last: their stage is free.
-      if (quad + 2 < work.quads) CopyQuad<T>(inputs, work.group_pieces, ring + (quad + 2) % kStages * kStageBytes);
+      if (quad + 2 < work.quads) {
+        CopyQuad<T>(inputs, work.group_pieces, row_pieces, ring + (quad + 2) % kStages * kStageBytes);
+      }
       CommitCopies();
-      inputs += kQuadPieces;
+      inputs += kQuadBricks;
       const uint32_t stage = ring + quad % kStages * kStageBytes;
       FenceProducts();
 #pragma unroll
@@ -117,12 +125,13 @@ __device__ __forceinline__ void RunWide(const GemmParams& params, const Unit& un
   work.codes = matrix.codes + (lane & 3) * row_words + (unit.block * kWarps + warp) * tile_words +
                (lane >> 2) * matrix.bits;
   work.group_pieces = params.group_room;
-  work.inputs = params.inputs + unit.projection * params.projection_room + unit.tile.first_group * params.group_room;
+  work.inputs =
+      params.inputs + unit.projection * params.projection_room + unit.tile.first_group * params.group_room;
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   float sums[T][4] = {};
   switch (matrix.bits) {
-#define ESPALIER_BITS(number)                                             \
-  case number:                                                            \
+#define ESPALIER_BITS(number)                                           \
+  case number:                                                          \
     MultiplyWideCodebook<number, T>(matrix.codebook, work, ring, sums); \
     break;
 #include <espalier/formats.def>

@@ -58,33 +58,33 @@ constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
 }
 
 // Whether each row is a tile of its own: no kernel that packs, no kernel between FC1 and FC2, at the price of
-// decoding an expert once for each of its rows. Then also the operands of FC2 are made in shared memory, which
-// bounds the width.
+// decoding an expert once for each of its rows. Then also the operands of FC2 are made in shared memory,
+// which bounds the width.
 constexpr bool DirectRows(uint64_t rows, uint64_t segments, uint64_t intermediate) {
   return rows <= 32 && rows <= segments && intermediate <= 2048;
 }
 
 // Offsets are bytes from the start of the workspace.
 struct MoeConfig {
-  uint64_t chunk_tokens = 0;   // tokens of one pass over the experts
-  uint32_t max_segments = 0;   // per expert, at least 1
+  uint64_t chunk_tokens = 0;  // tokens of one pass over the experts
+  uint32_t max_segments = 0;  // per expert, at least 1
   // experts * max_segments: what rows are compared with. Not the segments there are, so that a missing one
   // changes nothing for the others.
   uint32_t segment_slots = 0;
-  uint32_t hidden = 0;         // as stored
-  uint32_t intermediate = 0;   // of the widest segment
-  uint64_t counters = 0;       // uint32 [16]: number of tiles first
-  uint64_t expert_counts = 0;  // uint32 [2][experts + 1]
-  uint64_t tiles = 0;          // Tile [groups]
-  uint64_t rows = 0;           // PackedRow [groups * 8]
-  uint64_t row_slots = 0;      // uint32 [groups * 8]
-  uint64_t row_weights = 0;    // float [groups * 8]
+  uint32_t hidden = 0;                           // as stored
+  uint32_t intermediate = 0;                     // of the widest segment
+  uint64_t counters = 0;                         // uint32 [16]: number of tiles first
+  uint64_t expert_counts = 0;                    // uint32 [2][experts + 1]
+  uint64_t tiles = 0;                            // Tile [groups]
+  uint64_t rows = 0;                             // PackedRow [groups * 8]
+  uint64_t row_slots = 0;                        // uint32 [groups * 8]
+  uint64_t row_weights = 0;                      // float [groups * 8]
   uint64_t input_exponents = 0, input_sums = 0;  // int32, float [2][groups * 8]
   uint64_t mid_exponents = 0, mid_sums = 0;      // int32, float [groups * 8]
-  uint64_t inputs = 0;         // operands of gate, then of up
-  uint64_t fc1 = 0;            // float [splits][groups * 8][2][intermediate]
-  uint64_t mids = 0;           // operands of down
-  uint64_t slots = 0;          // float [rows][hidden], weighted outputs by (route, segment)
+  uint64_t inputs = 0;                           // operands of gate, then of up
+  uint64_t fc1 = 0;                              // float [splits][groups * 8][2][intermediate]
+  uint64_t mids = 0;                             // operands of down
+  uint64_t slots = 0;                            // float [rows][hidden], weighted outputs by (route, segment)
   uint64_t total_bytes = 0;
 };
 
@@ -115,10 +115,10 @@ Result<void> LaunchMoe(const MoeLaunch& launch);
 
 struct LinearConfig {
   uint64_t chunk_tokens = 0;
-  uint64_t tiles = 0;                         // Tile [groups], behind a uint32 count
+  uint64_t tiles = 0;                            // Tile [groups], behind a uint32 count
   uint64_t input_exponents = 0, input_sums = 0;  // float [groups * 8]
-  uint64_t inputs = 0;                        // operands
-  uint64_t sums = 0;                          // float [splits][groups * 8][out]
+  uint64_t inputs = 0;                           // operands
+  uint64_t sums = 0;                             // float [splits][groups * 8][out]
   uint64_t total_bytes = 0;
 };
 Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearPlanOptions& options);
@@ -128,7 +128,7 @@ struct LinearLaunch {
   const LinearPlanOptions& options;
   const LinearArgs& args;
   DeviceMatrix matrix;
-  uint32_t in_channels = 0;   // as the model sees them
+  uint32_t in_channels = 0;  // as the model sees them
   uint32_t out_channels = 0;
   DeviceLimits limits;
   void* stream = nullptr;

@@ -19,7 +19,7 @@ struct OutputParams {
   uint32_t splits = 1;
   uint64_t split_stride = 0;
   const int32_t* exponents = nullptr;  // [rows]
-  uint32_t channels = 0;          // of y
+  uint32_t channels = 0;               // of y
   Value type = Value::kF32;
   void* y = nullptr;
   uint64_t y_stride = 0;
@@ -80,11 +80,12 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const uint32_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
   const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens, row_class));
   const uint32_t num_rows = groups * kGroupRows;
-  const SumsPlan plan = row_class == RowClass::kWide
-                            ? SumsPlan{}
-                            : PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
-  const RowSource rows = {
-      .kind = RowKind::kSingle, .count = num_tokens, .matrix = matrix, .tile_groups = (groups + tiles - 1) / tiles};
+  const SumsPlan plan =
+      row_class == RowClass::kWide ? SumsPlan{} : PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
+  const RowSource rows = {.kind = RowKind::kSingle,
+                          .count = num_tokens,
+                          .matrix = matrix,
+                          .tile_groups = (groups + tiles - 1) / tiles};
   uint4* inputs = reinterpret_cast<uint4*>(workspace + launch.config.inputs);
   int32_t* exponents = reinterpret_cast<int32_t*>(workspace + launch.config.input_exponents);
   float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
@@ -143,8 +144,8 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   chain.Add("output", [&] {
     const uint32_t blocks = matrix.out_channels / kHadamardChannels;
     const uint32_t warps = kOutputThreads / 32;
-    return Launch(StoreOutputs, dim3((blocks + warps - 1) / warps, num_tokens), kOutputThreads, 0, stream, dependent,
-                  output);
+    return Launch(StoreOutputs, dim3((blocks + warps - 1) / warps, num_tokens), kOutputThreads, 0, stream,
+                  dependent, output);
   });
   return chain.result();
 }

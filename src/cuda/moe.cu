@@ -65,22 +65,25 @@ __device__ uint32_t ExclusiveSum(uint32_t value, uint32_t* warp_sums, uint32_t* 
   return before + sum - value;
 }
 
-// Calls use(route, local expert) for the routes of this thread that lead to an expert here.
-template <typename Function>
-__device__ __forceinline__ void ForEachRoute(const PackParams& params, Function&& use) {
+// Calls use(route, local expert, value) for the routes of this thread that lead to an expert here; `value` is
+// what load(token, j) gave, asked for a batch at a time.
+template <typename Load, typename Function>
+__device__ __forceinline__ void ForEachRoute(const PackParams& params, Load&& load, Function&& use) {
   const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
   for (uint32_t first = threadIdx.x; first < num_routes; first += kRoutesAhead * blockDim.x) {
     int32_t experts[kRoutesAhead];
+    float values[kRoutesAhead];
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
-      const uint32_t route = first + i * blockDim.x;
-      experts[i] = route < num_routes ? LocalExpert(params.routes, params.experts.experts, route / params.routes.top_k,
-                                                    route % params.routes.top_k)
-                                      : -1;
+      const uint32_t route = min(first + i * blockDim.x, num_routes - 1);
+      const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
+      experts[i] = LocalExpert(params.routes, params.experts.experts, token, j);
+      values[i] = load(token, j);
     }
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
-      if (experts[i] >= 0) use(first + i * blockDim.x, static_cast<uint32_t>(experts[i]));
+      const uint32_t route = first + i * blockDim.x;
+      if (route < num_routes && experts[i] >= 0) use(route, static_cast<uint32_t>(experts[i]), values[i]);
     }
   }
 }
@@ -94,9 +97,12 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
   uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;  // then: the next row
   uint32_t* group_counts = counts + experts;
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
-  for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x) params.rows[i].route = -1;
+  for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x)
+    params.rows[i].route = -1;
   __syncthreads();
-  ForEachRoute(params, [&](uint32_t, uint32_t expert) { atomicAdd(&counts[expert], 1u); });
+  ForEachRoute(
+      params, [](uint32_t, uint32_t) { return 0.0f; },
+      [&](uint32_t, uint32_t expert, float) { atomicAdd(&counts[expert], 1u); });
   __syncthreads();
 
   uint32_t num_groups = 0, num_tiles = 0;
@@ -128,17 +134,17 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
   if (threadIdx.x == 0) *params.num_tiles = num_tiles;
   __syncthreads();
 
-  ForEachRoute(params, [&](uint32_t route, uint32_t expert) {
-    const uint32_t token = route / params.routes.top_k;
+  const auto weight_of = [&](uint32_t token, uint32_t j) {
+    return params.routes.weights[token * params.routes.weights_stride + j];
+  };
+  ForEachRoute(params, weight_of, [&](uint32_t route, uint32_t expert, float weight) {
     const uint32_t first_segment = first_segments[expert];
     const uint32_t segments = first_segments[expert + 1] - first_segment;
     if (segments == 0) return;
-    const float weight =
-        params.routes.weights[token * params.routes.weights_stride + route % params.routes.top_k];
     const uint32_t row = atomicAdd(&counts[expert], 1u);
     for (uint32_t s = 0; s < segments; ++s) {
       const uint32_t at = row + s * group_counts[expert] * kGroupRows;
-      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, token, 0};
+      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, route / params.routes.top_k, 0};
       params.row_slots[at] = route * params.max_segments + s;
       params.row_weights[at] = weight;
     }
@@ -205,7 +211,8 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
   __syncthreads();
   WaitForPreviousKernel();
   if (channel >= params.channels) return;
-  const float* slots = params.slots + uint64_t{token} * top_k * params.max_segments * params.stored_channels + channel;
+  const float* slots =
+      params.slots + uint64_t{token} * top_k * params.max_segments * params.stored_channels + channel;
   float4 sum = {};
   bool reached = false;
   const auto add = [&](float4 v) {
@@ -218,8 +225,8 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       if (first + i < top_k && segments[first + i] > 0) {
-        values[i] = *reinterpret_cast<const float4*>(
-            slots + uint64_t{first + i} * params.max_segments * params.stored_channels);
+        values[i] = *reinterpret_cast<const float4*>(slots + uint64_t{first + i} * params.max_segments *
+                                                                 params.stored_channels);
       }
     }
 #pragma unroll
@@ -289,7 +296,9 @@ class MoeChain {
   }
 
  private:
-  static const void* Advance(const void* data, uint64_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
+  static const void* Advance(const void* data, uint64_t bytes) {
+    return static_cast<const std::byte*>(data) + bytes;
+  }
   template <typename T>
   T* At(uint64_t offset) const {
     return reinterpret_cast<T*>(static_cast<std::byte*>(launch_.args.workspace) + offset);
@@ -337,8 +346,8 @@ class MoeChain {
                                  .num_rows = num_rows()};
     const uint64_t blocks = (direct_ ? groups_ : num_rows()) * projections();
     const uint32_t threads = direct_ ? kMaxRowThreads : kRowThreads;
-    return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_, !direct_ && dependent(),
-                  params);
+    return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_,
+                  !direct_ && dependent(), params);
   }
 
   cudaError_t Sums() {
@@ -383,8 +392,8 @@ class MoeChain {
                                    .group_room = MidRoom(),
                                    .mid_exponents = At<int32_t>(config_.mid_exponents),
                                    .mid_sums = At<float>(config_.mid_sums)};
-    return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, RowBuffer::Bytes(config_.intermediate), stream_, dependent(),
-                  params);
+    return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, RowBuffer::Bytes(config_.intermediate),
+                  stream_, dependent(), params);
   }
 
   cudaError_t Finish() {
@@ -420,7 +429,8 @@ class MoeChain {
                                   .y_stride = launch_.args.y_row_stride,
                                   .accumulate = launch_.args.accumulate};
     const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
-    return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_, groups_ > 0 && dependent(), params);
+    return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_,
+                  groups_ > 0 && dependent(), params);
   }
 
   RowSource rows() const {
@@ -436,7 +446,9 @@ class MoeChain {
             .row_weights = At<float>(config_.row_weights)};
   }
   static uint32_t Count(uint64_t count) { return static_cast<uint32_t>(count); }
-  static uint32_t Log2(uint32_t power_of_two) { return static_cast<uint32_t>(std::countr_zero(power_of_two)); }
+  static uint32_t Log2(uint32_t power_of_two) {
+    return static_cast<uint32_t>(std::countr_zero(power_of_two));
+  }
   bool dependent() const { return launch_.limits.compute_capability >= 90; }
 
   const MoeLaunch& launch_;

@@ -7,8 +7,9 @@
 // 2s, 2s + 1, 2s + 8, 2s + 9. A group is [quads][pieces][32 lanes][16 bytes]:
 //   kPair   2 pieces; piece h holds steps 2h and 2h + 1, four fp16 each
 //   kSplit  4 pieces; piece s holds step s, every fp16 twice
-// kWide keeps a quad of a group as bricks of 8 rows by 16 bytes: [4 steps][2 halves][8 rows][16 bytes], where half
-// h of step s holds channels 16 q + 2s + 8h and the next one, for q = 0..3.
+// kWide keeps rows apart, so that each is written in one stretch: [8 rows][quads][4 steps][2 halves][16
+// bytes], where half h of step s holds channels 16 q + 2s + 8h and the next one, for q = 0..3. The kernel
+// puts these pieces into the order of its instruction on their way to shared memory.
 #ifndef ESPALIER_SRC_CUDA_OPERAND_CUH_
 #define ESPALIER_SRC_CUDA_OPERAND_CUH_
 
@@ -62,7 +63,7 @@ __device__ inline float StoreRow(const RowBuffer& buffer, uint32_t channels, int
         const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
         sum += rounded.x + rounded.y;
       }
-      group[(quad * 8 + brick) * kOperandRows + row_in_group] = {words[0], words[1], words[2], words[3]};
+      group[row_in_group * (channels / 8) + quad * 8 + brick] = {words[0], words[1], words[2], words[3]};
       continue;
     }
     if (operand == Operand::kSplit) {

@@ -11,7 +11,8 @@ namespace espalier::cuda {
 // d += a * b; a: 16 x 16 fp16 row-major, b: 16 x 8 fp16 column-major, fp32 sums.
 __device__ __forceinline__ void Mma16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -54,8 +55,8 @@ __device__ __forceinline__ uint32_t AddBytes(uint32_t v, uint32_t c) {
 __device__ __forceinline__ uint4 LoadStream128(const uint32_t* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(p));
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
   return v;
 }
 __device__ __forceinline__ uint2 LoadStream64(const uint32_t* p) {
@@ -80,7 +81,8 @@ __device__ __forceinline__ void PrefetchToL2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// Activations: read by every warp of a block and by other blocks of the same rows. In global or shared memory.
+// Activations: read by every warp of a block and by other blocks of the same rows. In global or shared
+// memory.
 __device__ __forceinline__ uint4 LoadInputs(const uint4* p) {
   uint4 v;
   asm volatile("ld.v4.u32 {%0,%1,%2,%3}, [%4];"

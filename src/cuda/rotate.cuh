@@ -57,7 +57,8 @@ struct ScaledBlock {
 // A warp's block as fp32 that stands 128 additions: scaled by a power of two where a value is beyond 2^+-60.
 template <typename Real>
 __device__ __forceinline__ ScaledBlock ScaleBlock(Real x, Real y, Real z, Real w) {
-  const float4 v = {static_cast<float>(x), static_cast<float>(y), static_cast<float>(z), static_cast<float>(w)};
+  const float4 v = {static_cast<float>(x), static_cast<float>(y), static_cast<float>(z),
+                    static_cast<float>(w)};
   const float magnitude = MaxMagnitude(v);
   const bool beyond = magnitude > 0x1p60f || (magnitude < 0x1p-60f && (x != 0 || y != 0 || z != 0 || w != 0));
   if (!__any_sync(0xFFFFFFFFu, beyond)) return {v, 0};
@@ -80,8 +81,8 @@ __device__ __forceinline__ ScaledBlock ScaleBlock(Real x, Real y, Real z, Real w
 
 // A row on its way to operands, in shared memory: values times 2^-exponent of their block.
 struct RowBuffer {
-  float* values;           // [channels]
-  int32_t* exponents;      // [channels / 128]
+  float* values;       // [channels]
+  int32_t* exponents;  // [channels / 128]
 
   static __host__ __device__ size_t Bytes(uint32_t channels) {
     return channels * sizeof(float) + channels / 128 * sizeof(int32_t);
@@ -126,8 +127,8 @@ __device__ __forceinline__ float BlockSum(float value, float* shared) {
   return value;
 }
 
-// The exponent e for which a row times 2^-e peaks in [2^13, 2^14): inside fp16 whatever the row was, with 2^27
-// of range below the peak before values turn subnormal. 0 for rows of zeros and of infinities.
+// The exponent e for which a row times 2^-e peaks in [2^13, 2^14): inside fp16 whatever the row was, with
+// 2^27 of range below the peak before values turn subnormal. 0 for rows of zeros and of infinities.
 __device__ __forceinline__ int RowExponent(float max_exponent) {
   return max_exponent < -10000.0f ? 0 : static_cast<int>(max_exponent) - 13;
 }

@@ -39,11 +39,12 @@ constexpr uint32_t kMaxRowThreads = 512;
 constexpr uint32_t kRowThreads = 128;
 
 // Four values of a row; `whole`: they may be read in one go.
-__device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole, uint32_t left) {
+__device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole,
+                                            uint32_t left) {
   if (whole && params.type == Value::kBF16) {
     const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(params.x) + at);
-    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
-            __uint_as_float(bits.y & 0xFFFF0000u)};
+    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u),
+            __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xFFFF0000u)};
   }
   float4 v = {};
   if (left > 0) v.x = LoadValue(params.type, params.x, at);
@@ -54,7 +55,8 @@ __device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t
 }
 
 // A block takes one row and one projection.
-static __global__ void __launch_bounds__(kMaxRowThreads) RotateInputs(const __grid_constant__ RotateParams params) {
+static __global__ void __launch_bounds__(kMaxRowThreads)
+    RotateInputs(const __grid_constant__ RotateParams params) {
   extern __shared__ __align__(16) float row_memory[];
   __shared__ float shared[kMaxRowThreads / 32];
   WaitForPreviousKernel();
@@ -93,7 +95,8 @@ class Chain {
   }
   Result<void> result() const {
     if (error_ == cudaSuccess) return {};
-    return Error(StatusCode::kDevice, std::string("cuda: launching '") + name_ + "': " + cudaGetErrorString(error_));
+    return Error(StatusCode::kDevice,
+                 std::string("cuda: launching '") + name_ + "': " + cudaGetErrorString(error_));
   }
 
  private:

@@ -32,7 +32,8 @@ struct PackedRow {
 };
 
 // Local expert of a route, -1 = none here.
-__device__ __forceinline__ int32_t LocalExpert(const Routes& routes, uint32_t experts, uint32_t token, uint32_t j) {
+__device__ __forceinline__ int32_t LocalExpert(const Routes& routes, uint32_t experts, uint32_t token,
+                                               uint32_t j) {
   const uint64_t at = token * routes.ids_stride + j;
   int64_t id = routes.wide_ids ? static_cast<const int64_t*>(routes.ids)[at]
                                : int64_t{static_cast<const int32_t*>(routes.ids)[at]};
