@@ -34,6 +34,9 @@ const std::set<std::string, std::less<>> kBackendFolders = {"reference", "cpu", 
 const std::map<std::string, std::set<std::string>, std::less<>> kAllowedConditions = {
     {"src/base/parallel.cc", {"ESPALIER_STD_THREADS"}},
     {"src/moe/backend_list.cc", {"ESPALIER_HAS_CUDA"}},
+    // The thin functions around instructions that not every architecture has.
+    {"src/cuda/ptx.cuh", {"__CUDA_ARCH__ >= 900"}},
+    {"src/cuda/ptx_sm90a.cuh", {"__CUDA_ARCH_FEAT_SM90_ALL"}},
     // Says how it was built.
     {"cli/doctor.cc", {"ESPALIER_STD_THREADS", "defined(__clang__)", "defined(__x86_64__)"}},
 };
