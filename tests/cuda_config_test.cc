@@ -68,11 +68,12 @@ TEST(CudaConfigTest, ClassesFollowTheRowsOfASegment) {
   // Only that family has the asynchronous matrix unit.
   for (const int capability : {80, 86, 89, 100, 120}) {
     EXPECT_EQ(ClassOf(kWideRows * 256, 256, capability), RowClass::kMany) << capability;
-    EXPECT_EQ(LinearClassOf(kWideTokens, capability), RowClass::kMany) << capability;
+    EXPECT_EQ(LinearClassOf(512, 12288, capability), RowClass::kMany) << capability;
   }
-  EXPECT_EQ(LinearClassOf(8, 90), RowClass::kFew);
-  EXPECT_EQ(LinearClassOf(9, 90), RowClass::kMany);
-  EXPECT_EQ(LinearClassOf(kWideTokens, 90), RowClass::kWide);
+  EXPECT_EQ(LinearClassOf(8, 12288, 90), RowClass::kFew);
+  EXPECT_EQ(LinearClassOf(9, 12288, 90), RowClass::kMany);
+  EXPECT_EQ(LinearClassOf(512, 12288, 90), RowClass::kWide);
+  EXPECT_EQ(LinearClassOf(512, 2048, 90), RowClass::kMany);  // 64 units
 }
 
 // The bound of DirectRows keeps its operands in the room that every architecture has.
@@ -183,7 +184,7 @@ TEST(CudaConfigTest, LinearsOfAnyHeightFit) {
     for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); tokens += 7) {
       const uint64_t rows = (tokens + 7) / 8 * 8;
       for (const int capability : {80, 90}) {
-        const RowClass row_class = LinearClassOf(tokens, capability);
+        const RowClass row_class = LinearClassOf(tokens, 384, capability);
         EXPECT_LE(rows * 256 * (row_class == RowClass::kFew ? 4 : 2), config.sums - config.inputs);
         const SumsPlan plan = PlanSums(LinearTiles(tokens, row_class), 1, 256, 384);
         ASSERT_LE(plan.splits * rows * 384 * 4, config.total_bytes - config.sums) << tokens;

@@ -231,7 +231,7 @@ struct RowFacts {
 __device__ __forceinline__ float4 FinishSums(float4 v, float4 svh, float4 bias, const RowFacts& row) {
   v = Hadamard128(v);
   if (Ordinary(row.exponent)) {
-    const float scale = __int_as_float((row.exponent + 127) << 23);
+    const float scale = SmallPowerOfTwo(row.exponent);
     v = {v.x * svh.x * scale + bias.x, v.y * svh.y * scale + bias.y, v.z * svh.z * scale + bias.z,
          v.w * svh.w * scale + bias.w};
     return {v.x * row.weight, v.y * row.weight, v.z * row.weight, v.w * row.weight};

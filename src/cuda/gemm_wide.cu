@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t kStages = 4;       // quads of the ring
 constexpr uint32_t kQuadPieces = 64;  // 16-byte pieces of one quad of one group
-constexpr uint32_t kQuadBricks = 8;   // 16-byte pieces of one quad of one row
 constexpr uint32_t kBrickBytes = 128;
 constexpr int kWideGroups = 16;
 constexpr uint32_t kRowFloats = kHadamardChannels + 4;
@@ -21,13 +20,10 @@ constexpr uint32_t kRowFloats = kHadamardChannels + 4;
 constexpr size_t kSharedBytes = sizeof(float) * kRowFloats * kWideGroups * kGroupRows;
 static_assert(kSharedBytes >= kStages * kWideGroups * kQuadPieces * sizeof(uint4));
 
-// One quad of T groups into a stage: from rows to bricks of 8 rows by 16 bytes. Eight lanes fill a brick, so
-// they write 128 bytes in one stretch; a warp takes four neighbouring pieces of eight rows.
+// One quad of T groups into a stage.
 template <int T>
-__device__ __forceinline__ void CopyQuad(const uint4* inputs, uint64_t group_pieces, uint32_t row_pieces,
-                                         uint32_t stage) {
-  const uint32_t row = threadIdx.x % kGroupRows, brick = threadIdx.x / kGroupRows % 8;
-  const uint4* from = inputs + row * row_pieces + brick;
+__device__ __forceinline__ void CopyQuad(const uint4* inputs, uint64_t group_pieces, uint32_t stage) {
+  const uint4* from = inputs + threadIdx.x % kQuadPieces;
   const uint32_t to = stage + threadIdx.x % kQuadPieces * 16;
 #pragma unroll
   for (int first = 0; first < T; first += static_cast<int>(kGemmThreads / kQuadPieces)) {
@@ -62,12 +58,11 @@ __device__ __forceinline__ void MultiplyWide(const WarpWork& work, uint32_t ring
   AllowNextKernel();
   const uint32_t flips = OpaqueConstant(kFoldFlips);
   const uint4* inputs = work.inputs;
-  const uint32_t row_pieces = work.quads * kQuadBricks;
 #pragma unroll
   for (uint32_t i = 0; i < 2; ++i) {
-    CopyQuad<T>(inputs, work.group_pieces, row_pieces, ring + i * kStageBytes);
+    CopyQuad<T>(inputs, work.group_pieces, ring + i * kStageBytes);
     CommitCopies();
-    inputs += kQuadBricks;
+    inputs += kQuadPieces;
   }
   uint32_t a[2][4][4];
   // The number of quads is even: channels are a multiple of 128.
@@ -83,10 +78,10 @@ __device__ __forceinline__ void MultiplyWide(const WarpWork& work, uint32_t ring
       __syncthreads();
       // All warps have seen the end of the products before the last: their stage is free.
       if (quad + 2 < work.quads) {
-        CopyQuad<T>(inputs, work.group_pieces, row_pieces, ring + (quad + 2) % kStages * kStageBytes);
+        CopyQuad<T>(inputs, work.group_pieces, ring + (quad + 2) % kStages * kStageBytes);
       }
       CommitCopies();
-      inputs += kQuadBricks;
+      inputs += kQuadPieces;
       const uint32_t stage = ring + quad % kStages * kStageBytes;
       FenceProducts();
 #pragma unroll

@@ -21,7 +21,7 @@ struct DeviceLimits {
 };
 
 inline constexpr uint64_t kWideRows = 20;
-inline constexpr uint64_t kWideTokens = 64;
+inline constexpr uint64_t kWideUnits = 192;
 
 // How products are made.
 //   few   up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit unadded
@@ -41,10 +41,11 @@ constexpr RowClass ClassOf(uint64_t rows, uint64_t segments, int compute_capabil
   if (rows <= 4 * segments) return RowClass::kFew;
   return compute_capability == 90 && rows >= kWideRows * segments ? RowClass::kWide : RowClass::kMany;
 }
-// The same for a single matrix.
-constexpr RowClass LinearClassOf(uint64_t tokens, int compute_capability) {
+// The same for a single matrix; wide units are large, so there must be enough of them.
+constexpr RowClass LinearClassOf(uint64_t tokens, uint32_t out_channels, int compute_capability) {
   if (tokens <= 8) return RowClass::kFew;
-  return compute_capability == 90 && tokens >= kWideTokens ? RowClass::kWide : RowClass::kMany;
+  const uint64_t units = (tokens + 127) / 128 * (out_channels / kHadamardChannels);
+  return compute_capability == 90 && tokens >= 64 && units >= kWideUnits ? RowClass::kWide : RowClass::kMany;
 }
 constexpr uint64_t LinearTiles(uint64_t tokens, RowClass row_class) {
   return (tokens + TileRows(row_class) - 1) / TileRows(row_class);

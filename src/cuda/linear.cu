@@ -75,7 +75,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   std::byte* workspace = static_cast<std::byte*>(args.workspace);
   const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
   const bool dependent = launch.limits.compute_capability >= 90;
-  const RowClass row_class = LinearClassOf(num_tokens, launch.limits.compute_capability);
+  const RowClass row_class = LinearClassOf(num_tokens, matrix.out_channels, launch.limits.compute_capability);
   const bool few = row_class == RowClass::kFew;
   const uint32_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
   const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens, row_class));

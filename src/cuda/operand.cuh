@@ -7,9 +7,8 @@
 // 2s, 2s + 1, 2s + 8, 2s + 9. A group is [quads][pieces][32 lanes][16 bytes]:
 //   kPair   2 pieces; piece h holds steps 2h and 2h + 1, four fp16 each
 //   kSplit  4 pieces; piece s holds step s, every fp16 twice
-// kWide keeps rows apart, so that each is written in one stretch: [8 rows][quads][4 steps][2 halves][16
-// bytes], where half h of step s holds channels 16 q + 2s + 8h and the next one, for q = 0..3. The kernel
-// puts these pieces into the order of its instruction on their way to shared memory.
+// kWide keeps a quad of a group as bricks of 8 rows by 16 bytes: [4 steps][2 halves][8 rows][16 bytes], where
+// half h of step s holds channels 16 q + 2s + 8h and the next one, for q = 0..3.
 #ifndef ESPALIER_SRC_CUDA_OPERAND_CUH_
 #define ESPALIER_SRC_CUDA_OPERAND_CUH_
 
@@ -49,7 +48,8 @@ __device__ inline float StoreRow(const RowBuffer& buffer, uint32_t channels, int
     const uint32_t piece = (i >> 2) & (pieces - 1);
     const uint32_t quad = (i >> 2) / pieces;
     const float* lane = row + quad * kQuadChannels + q * 16;
-    const float scale = ldexpf(1.0f, max(buffer.exponents[quad / 2] - exponent, -200));
+    // Blocks far below the row's peak become zero; above it there are none but blocks of zeros.
+    const float scale = SmallPowerOfTwo(min(max(buffer.exponents[quad / 2] - exponent, -126), 127));
     uint4 out;
     if (operand == Operand::kWide) {
       // Here `piece` and `q` count the bricks of a quad: eight of them.
@@ -63,7 +63,7 @@ __device__ inline float StoreRow(const RowBuffer& buffer, uint32_t channels, int
         const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
         sum += rounded.x + rounded.y;
       }
-      group[row_in_group * (channels / 8) + quad * 8 + brick] = {words[0], words[1], words[2], words[3]};
+      group[(quad * 8 + brick) * kOperandRows + row_in_group] = {words[0], words[1], words[2], words[3]};
       continue;
     }
     if (operand == Operand::kSplit) {

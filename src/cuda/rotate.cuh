@@ -40,11 +40,16 @@ __device__ __forceinline__ float MaxMagnitude(float4 v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
-// Binary exponent of a positive finite value; far below all of them for 0, infinity and NaN.
+// Binary exponent of a positive finite value (-127 for subnormal ones); far below all of them for 0, infinity
+// and NaN.
 inline constexpr float kNoExponent = -1e6f;
 __device__ __forceinline__ float ExponentOf(float magnitude) {
-  return magnitude > 0 && magnitude < INFINITY ? static_cast<float>(ilogbf(magnitude)) : kNoExponent;
+  return magnitude > 0 && magnitude < INFINITY ? static_cast<float>(__float_as_int(magnitude) >> 23) - 127.0f
+                                               : kNoExponent;
 }
+
+// REQUIRES: a normal result.
+__device__ __forceinline__ float SmallPowerOfTwo(int e) { return __int_as_float((e + 127) << 23); }
 
 __device__ __forceinline__ double PowerOfTwo(int e) { return ldexp(1.0, e); }
 
