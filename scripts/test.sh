@@ -153,6 +153,7 @@ fi
 
 if command -v nvcc >/dev/null; then
   if build_and_test cuda "nvcc, every architecture" "${cuda_tests[@]}"; then
+    check "registers and spills of the kernels" cuda-budget scripts/cuda_budget.py "$logs/cuda-build.log"
     check "start of the cuda build without a GPU" cuda-start start_without_gpu
     check "install of the cuda build" cuda-install ctest --preset cuda --no-tests=error -R '^install_test$'
   fi
