@@ -52,7 +52,7 @@ class Handle {
  private:
   Device device_;
   void* object_ = nullptr;
-  Destroy destroy_ = nullptr;
+  [[maybe_unused]] Destroy destroy_ = nullptr;  // not used in a build without CUDA
 };
 
 // A stream of its own (non-blocking: it does not wait for the default stream).
