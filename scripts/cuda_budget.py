@@ -11,8 +11,8 @@ import sys
 # SM leave; spills are what was seen on the worst architecture, rounded up.
 BUDGET = {
     "FewRows": (80, 64),
-    "ManyRows": (128, 4096),
-    "WideRows": (128, 1024),
+    "ManyRows": (128, 256),
+    "WideRows": (128, 512),
     "PackRoutes": (64, 256),
     "RotateInputs": (64, 128),
     "Boundary": (96, 64),
