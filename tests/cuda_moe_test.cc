@@ -4,6 +4,7 @@
 #include <espalier/backend.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -152,6 +153,33 @@ TEST_F(CudaMoe, TenRunsGiveTheSameBits) {
     const MoeOutput first = RunCall(placed, call, "cuda");
     for (int repeat = 1; repeat < 10; ++repeat)
       ASSERT_EQ(RunCall(placed, call, "cuda").bytes, first.bytes) << tokens << " tokens, run " << repeat;
+  }
+}
+
+// What the other rows hold, and where their routes lead, does not change a bit of a row.
+TEST_F(CudaMoe, ARowKeepsItsBitsAmongOtherRows) {
+  const PreparedExperts placed = OnGpu(Experts());
+  const uint64_t hidden = placed.geometry().hidden_channels;
+  for (const uint64_t tokens : {2, 8, 33, 300}) {
+    const MoeCall first = RandomCall(placed, tokens, 4, 5);
+    MoeCall second = RandomCall(placed, tokens, 4, 6);
+    const uint64_t kept = tokens / 2;
+    const auto keep = [&](const auto& from, auto& to, uint64_t width) {
+      const auto begin = from.begin() + static_cast<ptrdiff_t>(kept * width);
+      std::copy(begin, begin + static_cast<ptrdiff_t>(width),
+                to.begin() + static_cast<ptrdiff_t>(kept * width));
+    };
+    keep(first.x, second.x, hidden);
+    keep(first.ids, second.ids, 4);
+    keep(first.weights, second.weights, 4);
+    const MoeOutput among_first = RunCall(placed, first, "cuda");
+    const MoeOutput among_second = RunCall(placed, second, "cuda");
+    EXPECT_NE(among_first.bytes, among_second.bytes);
+    const auto row = [&](const MoeOutput& output) {
+      const auto begin = output.bytes.begin() + static_cast<ptrdiff_t>(kept * hidden * sizeof(float));
+      return std::vector<std::byte>(begin, begin + static_cast<ptrdiff_t>(hidden * sizeof(float)));
+    };
+    EXPECT_EQ(row(among_first), row(among_second)) << tokens << " tokens";
   }
 }
 
