@@ -21,14 +21,19 @@ stage() {
   local folder=$1 architectures=${2:-90a-real}
   cd "$here/.." || exit 2
   local build=build/gpu-suite
+  # Small: every program holds the kernels, and the line numbers of the preset are half of them.
   cmake --preset cuda -B "$build" -DCMAKE_CUDA_ARCHITECTURES="$architectures" -DESPALIER_TEST_ROOT=. \
-    -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
-  local tests=(tests/cuda_*_test.cc tests/backend_conformance_test.cc) targets=(espalier_cli cuda_linear_bench)
+    -DCMAKE_CUDA_FLAGS_RELWITHDEBINFO="-O2 --compress-mode=size" \
+    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -D_GLIBCXX_ASSERTIONS -ffunction-sections -fdata-sections" \
+    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
+  # Those that run something on a GPU.
+  local tests=(tests/cuda_{moe,linear,graph,load}_test.cc tests/{backend_conformance,linear}_test.cc)
+  local targets=(espalier_cli cuda_linear_bench)
   local test
   for test in "${tests[@]}"; do targets+=("$(basename "$test" .cc)"); done
   cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || return
   rm -rf "$folder"
-  mkdir -p "$folder"/{bin,lib,data,tests} || return
+  mkdir -p "$folder"/{bin,lib,data} || return
   for target in "${targets[@]}"; do
     local program
     case $target in
@@ -39,7 +44,7 @@ stage() {
     strip -o "$folder/bin/$(basename "$program")" "$program" || return
     copy_libraries "$program" "$folder/lib" || return
   done
-  cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" && cp -r tests/data "$folder/tests/" &&
+  cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
     cp bench/torch_grouped.py scripts/gpu_suite.sh "$folder/" || return
   local mib
   mib=$(du -sm "$folder" | cut -f1)
