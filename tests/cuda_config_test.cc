@@ -18,7 +18,8 @@ using test::MakeExperts;
 using test::Random;
 
 // A package without bytes: one segment for each expert, or `slices` of them.
-ExpertsTable TableOf(uint32_t experts, uint32_t hidden, uint32_t intermediate, uint32_t slices = 1) {
+ExpertsTable TableOf(uint32_t experts, uint32_t hidden, uint32_t intermediate, uint32_t slices = 1,
+                     bool gate = true) {
   std::vector<SegmentDesc> segments;
   for (uint32_t expert = 0; expert < experts; ++expert) {
     for (uint32_t slice = 0; slice < slices; ++slice) {
@@ -34,12 +35,15 @@ ExpertsTable TableOf(uint32_t experts, uint32_t hidden, uint32_t intermediate, u
                   .bits = 3,
                   .codebook = Codebook::kMcg};
       }
+      if (!gate) segment.matrices[0] = {};
       std::swap(segment.matrices[2].in_channels, segment.matrices[2].out_channels);
     }
   }
-  return ExpertsTable::Create(
-             {.experts = experts, .hidden_channels = hidden, .stored_hidden_channels = hidden},
-             std::move(segments), uint64_t{1} << 40, "a table")
+  return ExpertsTable::Create({.experts = experts,
+                               .hidden_channels = hidden,
+                               .stored_hidden_channels = hidden,
+                               .activation = {.kind = gate ? ActivationKind::kSilu : ActivationKind::kRelu2}},
+                              std::move(segments), uint64_t{1} << 40, "a table")
       .value();
 }
 
@@ -129,30 +133,80 @@ TEST(CudaConfigTest, ArraysLieApartInsideTheWorkspace) {
   }
 }
 
-// A call with few rows keeps operands twice as wide, whatever the capacity.
+struct PassShape {
+  uint32_t experts, hidden, intermediate, slices, top_k;
+};
+
+// Every array of every call that a capacity allows, on every class of kernels: operands of few rows are twice
+// as wide, and sums of few units are split by input channels.
 TEST(CudaConfigTest, EveryCallFitsIntoTheWorkspaceOfItsPlan) {
-  for (const uint32_t slices : {1u, 3u}) {
-    const ExpertsTable table = TableOf(24, 512, 256, slices);
-    const uint64_t segments = table.segments().size();
-    for (const uint64_t capacity : {1, 5, 12, 13, 100, 1000}) {
-      const MoeConfig config = ConfigureMoe(table, {.max_tokens = capacity, .top_k = 4}).value();
-      for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); ++tokens) {
-        SCOPED_TRACE(fmt::format("{} slices, {} of {} tokens", slices, tokens, capacity));
-        const uint64_t rows = tokens * 4 * slices;
-        for (const int capability : {80, 90}) {
-          const RowClass row_class = ClassOf(rows, segments, capability);
-          const bool few = row_class == RowClass::kFew;
-          const uint64_t groups = DirectRows(rows, segments, 256) ? rows : MaxGroups(rows, segments);
-          EXPECT_LE(groups * 8 * 2 * 512 * (few ? 4 : 2), config.fc1 - config.inputs);
-          EXPECT_LE(groups * 8 * 256 * (few ? 4 : 2), config.slots - config.mids);
-          EXPECT_LE(groups * 16, config.rows - config.tiles);
-          const SumsPlan plan = PlanSums(few ? std::min(rows, segments) : groups, 2, 512, 256);
-          EXPECT_LE(plan.splits * groups * 8 * 2 * 256 * 4, config.mids - config.fc1);
-          EXPECT_LE(rows * 512 * 4, config.total_bytes - config.slots);
+  const PassShape shapes[] = {{24, 512, 256, 1, 4}, {24, 512, 256, 3, 4},   {1, 4096, 128, 1, 1},
+                              {1, 8192, 128, 1, 1}, {2, 8192, 256, 1, 2},   {3, 24576, 128, 2, 2},
+                              {8, 6144, 512, 1, 8}, {256, 6144, 512, 1, 8}, {64, 4096, 128, 1, 16}};
+  bool split = false;
+  for (const PassShape& shape : shapes) {
+    for (const bool gate : {true, false}) {
+      const uint32_t projections = gate ? 2 : 1;
+      const ExpertsTable table = TableOf(shape.experts, shape.hidden, shape.intermediate, shape.slices, gate);
+      for (const uint64_t capacity : {1, 5, 13, 100, 1200, 2100}) {
+        const MoeConfig config = ConfigureMoe(table, {.max_tokens = capacity, .top_k = shape.top_k}).value();
+        const uint64_t last = std::min<uint64_t>(capacity, config.chunk_tokens);
+        for (uint64_t tokens = 1; tokens <= last; ++tokens) {
+          const uint64_t rows = tokens * shape.top_k * shape.slices;
+          for (const int capability : {80, 90}) {
+            const MoePass pass = PlanMoePass(config, rows, projections, capability);
+            const uint64_t packed = pass.groups * 8;
+            const uint64_t wide = pass.row_class == RowClass::kFew ? 4 : 2;
+            split = split || pass.sums.splits > 1;
+            ASSERT_LE(pass.tiles, pass.groups);
+            ASSERT_LE(packed * 2 * shape.hidden * wide, config.fc1 - config.inputs) << fmt::format(
+                "{} x {}, {} of {} tokens", shape.hidden, shape.intermediate, tokens, capacity);
+            ASSERT_LE(packed * shape.intermediate * wide, config.slots - config.mids);
+            ASSERT_LE(pass.groups * 16, config.rows - config.tiles);
+            ASSERT_LE(packed * 16, config.row_slots - config.rows);
+            ASSERT_LE(pass.sums.splits * packed * 2 * shape.intermediate * 4, config.mids - config.fc1)
+                << fmt::format("{} x {}, {} of {} tokens, {} splits, {} groups", shape.hidden,
+                               shape.intermediate, tokens, capacity, pass.sums.splits, pass.groups);
+            ASSERT_LE(rows * shape.hidden * 4, config.total_bytes - config.slots);
+          }
         }
       }
     }
   }
+  EXPECT_TRUE(split);
+}
+
+// The tiles that the pack kernel makes of any distribution of rows.
+TEST(CudaConfigTest, TilesHoldAnyDistributionOfRows) {
+  Random random(2);
+  for (int round = 0; round < 2000; ++round) {
+    const uint32_t experts = static_cast<uint32_t>(1 + random.Below(30));
+    const uint64_t rows = 1 + random.Below(2000);
+    const MoeConfig config =
+        ConfigureMoe(TableOf(experts, 128, 128), {.max_tokens = rows, .top_k = 1}).value();
+    for (const int capability : {80, 90}) {
+      const MoePass pass = PlanMoePass(config, rows, 2, capability);
+      const uint64_t tile_groups = TileRows(pass.row_class) / 8;
+      std::vector<uint64_t> counts(experts);
+      for (uint64_t row = 0; row < rows; ++row) ++counts[random.Below(experts)];
+      uint64_t groups = 0, tiles = 0;
+      for (const uint64_t count : counts) {
+        groups += (count + 7) / 8;
+        tiles += ((count + 7) / 8 + tile_groups - 1) / tile_groups;
+      }
+      if (pass.direct) groups = tiles = rows;
+      ASSERT_LE(groups, pass.groups) << rows << " rows, " << experts << " experts";
+      ASSERT_LE(tiles, pass.tiles) << rows << " rows, " << experts << " experts";
+    }
+  }
+}
+
+TEST(CudaConfigTest, MoreRowsATokenThanAGridHoldsAreRefused) {
+  const Result<MoeConfig> config =
+      ConfigureMoe(TableOf(1, 128, 128, 65), {.max_tokens = 1, .top_k = kMaxTopK});
+  ASSERT_FALSE(config.has_value());
+  EXPECT_EQ(config.error().code(), StatusCode::kUnsupported);
+  EXPECT_NE(config.error().message().find("65535"), std::string::npos) << config.error().message();
 }
 
 TEST(CudaConfigTest, LargeCapacitiesAreTakenInChunks) {
@@ -178,16 +232,19 @@ TEST(CudaConfigTest, RowsTooWideForSharedMemoryAreRefused) {
 TEST(CudaConfigTest, LinearsOfAnyHeightFit) {
   for (const uint64_t capacity : {0, 1, 8, 9, 48, 49, 300, 65536, 1 << 20}) {
     SCOPED_TRACE(capacity);
-    const PreparedLinear linear = test::MakeLinear(256, 384, 256, 384, {.bits = 3}, 1);
+    constexpr uint32_t in = 8192, out = 384;
+    const PreparedLinear linear = test::MakeLinear(in, out, in, out, {.bits = 1}, 1);
     const LinearConfig config = ConfigureLinear(linear, {.max_tokens = capacity}).value();
     EXPECT_LE(config.chunk_tokens, 65535u);
-    for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); tokens += 7) {
-      const uint64_t rows = (tokens + 7) / 8 * 8;
+    for (uint64_t tokens = 1; tokens <= std::min<uint64_t>(capacity, config.chunk_tokens); ++tokens) {
       for (const int capability : {80, 90}) {
-        const RowClass row_class = LinearClassOf(tokens, 384, capability);
-        EXPECT_LE(rows * 256 * (row_class == RowClass::kFew ? 4 : 2), config.sums - config.inputs);
-        const SumsPlan plan = PlanSums(LinearTiles(tokens, row_class), 1, 256, 384);
-        ASSERT_LE(plan.splits * rows * 384 * 4, config.total_bytes - config.sums) << tokens;
+        const LinearPass pass = PlanLinearPass(tokens, in, out, capability);
+        const uint64_t rows = uint64_t{pass.groups} * 8;
+        ASSERT_GE(rows, tokens);
+        ASSERT_GE(pass.tiles * TileRows(pass.row_class), tokens);
+        ASSERT_LE(rows * in * (pass.row_class == RowClass::kFew ? 4 : 2), config.sums - config.inputs)
+            << tokens;
+        ASSERT_LE(pass.sums.splits * rows * out * 4, config.total_bytes - config.sums) << tokens;
       }
     }
   }

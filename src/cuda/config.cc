@@ -13,8 +13,9 @@ constexpr uint64_t kGroupRows = 8;
 // Units that fill the machine: two for each of 128 SMs. Below that units are made smaller.
 constexpr uint64_t kEnoughUnits = 256;
 constexpr uint32_t kMaxSplits = 8;
+constexpr uint64_t kSplitTileGroups = TileRows(RowClass::kMany) / kGroupRows;
 constexpr uint64_t kMaxGridTiles = 65535;
-// Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,360 tokens.
+// Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,381 tokens.
 constexpr uint64_t kChunkBytes = uint64_t{1400} << 20;
 // A row is rotated in shared memory as fp32; 96 KiB is what every architecture has.
 constexpr uint32_t kMaxRowChannels = 24576;
@@ -30,15 +31,12 @@ uint64_t RowBytes(const MoeGeometry& geometry, uint32_t intermediate) {
   return uint64_t{geometry.stored_hidden_channels} * (2 * 2 + 4) + uint64_t{intermediate} * (2 * 4 + 2);
 }
 
-// Packed rows times splits that the sums of FC1 take at most, over every number of rows up to `rows`. With
-// 64 rows or more there are enough units without splits.
-uint64_t SplitRows(uint64_t rows, uint64_t segments, const MoeConfig& config) {
-  uint64_t most = MaxGroups(rows, segments);
-  for (uint64_t few = 1; few <= std::min<uint64_t>(rows, kEnoughUnits); ++few) {
-    const SumsPlan plan = PlanSums(std::min(few, segments), 2, config.hidden, config.intermediate);
-    most = std::max(most, plan.splits * MaxGroups(few, segments));
-  }
-  return most * kGroupRows;
+// Groups times splits that sums take at most, where all rows make up to `groups` groups. Splits are there
+// only while their units stay below twice kEnoughUnits blocks of 32 channels, and a tile has up to 6 groups
+// where products are split.
+uint64_t SplitGroups(uint64_t groups, uint32_t projections, uint32_t out_channels) {
+  const uint64_t split_tiles = 2 * kEnoughUnits / (uint64_t{projections} * (out_channels / 32));
+  return std::max(groups, std::min(kMaxSplits * groups, kSplitTileGroups * split_tiles));
 }
 
 }  // namespace
@@ -54,6 +52,32 @@ SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, ui
   return plan;
 }
 
+MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections, int compute_capability) {
+  MoePass pass;
+  pass.row_class = ClassOf(rows, config.segment_slots, compute_capability);
+  pass.direct = DirectRows(rows, config.segment_slots, config.intermediate);
+  pass.groups = pass.direct ? rows : MaxGroups(rows, config.segment_slots);
+  const uint64_t touched = std::min<uint64_t>(rows, config.segment_slots);
+  // Each segment's last tile may be small.
+  const bool few = pass.row_class == RowClass::kFew;
+  const uint64_t tile_groups = TileRows(pass.row_class) / kGroupRows;
+  pass.tiles = few ? pass.groups : std::min(pass.groups, pass.groups / tile_groups + touched);
+  if (pass.row_class != RowClass::kWide) {
+    pass.sums = PlanSums(few ? touched : pass.tiles, projections, config.hidden, config.intermediate);
+  }
+  return pass;
+}
+
+LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
+                          int compute_capability) {
+  LinearPass pass;
+  pass.row_class = LinearClassOf(tokens, out_channels, compute_capability);
+  pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
+  pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
+  if (pass.row_class != RowClass::kWide) pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
+  return pass;
+}
+
 Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions& options) {
   const MoeGeometry& geometry = experts.geometry();
   MoeConfig config;
@@ -65,6 +89,13 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
     if (Result<void> checked = CheckChannels(experts.identity(), what, channels); !checked) {
       return tl::unexpected(checked.error());
     }
+  }
+  const uint64_t token_rows = uint64_t{options.top_k} * config.max_segments;
+  if (token_rows > kMaxGridTiles) {
+    return Error(
+        StatusCode::kUnsupported,
+        fmt::format("{}: top_k {} with {} segments an expert; the cuda executor takes a product of up to {}",
+                    experts.identity(), options.top_k, config.max_segments, kMaxGridTiles));
   }
   const uint64_t max_rows = std::max<uint64_t>(kChunkBytes / RowBytes(geometry, config.intermediate), 1);
   // Tiles are the third dimension of a grid.
@@ -92,8 +123,9 @@ Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions
   config.mid_exponents = arrays.Add(rows, sizeof(float));
   config.mid_sums = arrays.Add(rows, sizeof(float));
   config.inputs = arrays.Add(CheckedBytes(operand_bytes) * 2, config.hidden);
-  config.fc1 = arrays.Add(CheckedBytes(SplitRows(chunk_rows, segments, config)) * 2 * config.intermediate,
-                          sizeof(float));
+  const uint32_t projections = ActivationHasGate(geometry.activation.kind) ? 2 : 1;
+  const uint64_t sum_rows = kGroupRows * SplitGroups(groups, projections, config.intermediate);
+  config.fc1 = arrays.Add(CheckedBytes(sum_rows) * 2 * config.intermediate, sizeof(float));
   config.mids = arrays.Add(operand_bytes, config.intermediate);
   config.slots = arrays.Add(CheckedBytes(chunk_rows) * config.hidden, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
@@ -114,22 +146,13 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
       std::min({options.max_tokens, kMaxGridTiles, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows)});
   const uint64_t groups = MaxGroups(config.chunk_tokens, 1);
   const uint64_t rows = groups * kGroupRows;
-  uint64_t split_groups = 0;
-  for (uint64_t count = 1; count <= groups; ++count) {
-    const RowClass row_class = count == 1 ? RowClass::kFew : RowClass::kMany;
-    const SumsPlan plan =
-        PlanSums(LinearTiles(count * kGroupRows, row_class), 1, matrix.in_channels, matrix.out_channels);
-    split_groups = std::max(split_groups, plan.splits * count);
-    if (plan.splits == 1 && count > kEnoughUnits) break;
-  }
   WorkspaceLayout arrays;
-  config.tiles = arrays.Add(16 + groups * 16, 1);
   config.input_exponents = arrays.Add(rows, sizeof(float));
   config.input_sums = arrays.Add(rows, sizeof(float));
   config.inputs =
       arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
-  config.sums = arrays.Add(CheckedBytes(std::max(split_groups, groups) * kGroupRows) * matrix.out_channels,
-                           sizeof(float));
+  const uint64_t sum_rows = kGroupRows * SplitGroups(groups, 1, matrix.out_channels);
+  config.sums = arrays.Add(CheckedBytes(sum_rows) * matrix.out_channels, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
   if (!total) return tl::unexpected(total.error());
   config.total_bytes = *total;

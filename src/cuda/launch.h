@@ -47,10 +47,6 @@ constexpr RowClass LinearClassOf(uint64_t tokens, uint32_t out_channels, int com
   const uint64_t units = (tokens + 127) / 128 * (out_channels / kHadamardChannels);
   return compute_capability == 90 && tokens >= 64 && units >= kWideUnits ? RowClass::kWide : RowClass::kMany;
 }
-constexpr uint64_t LinearTiles(uint64_t tokens, RowClass row_class) {
-  return (tokens + TileRows(row_class) - 1) / TileRows(row_class);
-}
-
 // Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.
 constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
   const uint64_t begun = rows < segments ? rows : segments;
@@ -98,6 +94,17 @@ struct SumsPlan {
 };
 SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, uint32_t out_channels);
 
+// How one chunk is run: all that the launches depend on, apart from pointers.
+struct MoePass {
+  RowClass row_class = RowClass::kFew;
+  bool direct = false;
+  uint64_t groups = 0;  // of 8 packed rows, at most
+  uint64_t tiles = 0;   // at most
+  SumsPlan sums;        // of FC1
+};
+// `rows`: tokens * top_k * max_segments. `projections`: 2, or 1 for an activation without gate.
+MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections, int compute_capability);
+
 // Independent of the device. Cost: constant. Errors: kCapacity, kUnsupported (rows too wide).
 Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions& options);
 
@@ -116,12 +123,20 @@ Result<void> LaunchMoe(const MoeLaunch& launch);
 
 struct LinearConfig {
   uint64_t chunk_tokens = 0;
-  uint64_t tiles = 0;                            // Tile [groups], behind a uint32 count
   uint64_t input_exponents = 0, input_sums = 0;  // float [groups * 8]
   uint64_t inputs = 0;                           // operands
   uint64_t sums = 0;                             // float [splits][groups * 8][out]
   uint64_t total_bytes = 0;
 };
+struct LinearPass {
+  RowClass row_class = RowClass::kFew;
+  uint32_t groups = 0;
+  uint32_t tiles = 0;
+  SumsPlan sums;
+};
+LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
+                          int compute_capability);
+
 Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearPlanOptions& options);
 
 struct LinearLaunch {

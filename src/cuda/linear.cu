@@ -75,17 +75,14 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   std::byte* workspace = static_cast<std::byte*>(args.workspace);
   const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
   const bool dependent = launch.limits.compute_capability >= 90;
-  const RowClass row_class = LinearClassOf(num_tokens, matrix.out_channels, launch.limits.compute_capability);
-  const bool few = row_class == RowClass::kFew;
-  const uint32_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
-  const uint32_t tiles = static_cast<uint32_t>(LinearTiles(num_tokens, row_class));
-  const uint32_t num_rows = groups * kGroupRows;
-  const SumsPlan plan =
-      row_class == RowClass::kWide ? SumsPlan{} : PlanSums(tiles, 1, matrix.in_channels, matrix.out_channels);
+  const LinearPass pass =
+      PlanLinearPass(num_tokens, matrix.in_channels, matrix.out_channels, launch.limits.compute_capability);
+  const bool few = pass.row_class == RowClass::kFew;
+  const uint32_t num_rows = pass.groups * kGroupRows;
   const RowSource rows = {.kind = RowKind::kSingle,
                           .count = num_tokens,
                           .matrix = matrix,
-                          .tile_groups = (groups + tiles - 1) / tiles};
+                          .tile_groups = (pass.groups + pass.tiles - 1) / pass.tiles};
   uint4* inputs = reinterpret_cast<uint4*>(workspace + launch.config.inputs);
   int32_t* exponents = reinterpret_cast<int32_t*>(workspace + launch.config.input_exponents);
   float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
@@ -101,7 +98,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .channels = launch.in_channels,
       .stored_channels = matrix.in_channels,
       .num_projections = 1,
-      .row_class = row_class,
+      .row_class = pass.row_class,
       .inputs = inputs,
       .group_room = room,
       .exponents = exponents,
@@ -110,8 +107,8 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const GemmParams products = {.rows = rows,
                                .prefetch = few,
                                .num_projections = 1,
-                               .log2_tiles = Log2(plan.block_channels / kTileChannels),
-                               .log2_splits = Log2(plan.splits),
+                               .log2_tiles = Log2(pass.sums.block_channels / kTileChannels),
+                               .log2_splits = Log2(pass.sums.splits),
                                .inputs = inputs,
                                .group_room = room,
                                .input_sums = input_sums,
@@ -122,7 +119,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const OutputParams output = {
       .matrix = matrix,
       .sums = sums,
-      .splits = plan.splits,
+      .splits = pass.sums.splits,
       .split_stride = products.out_split,
       .exponents = exponents,
       .channels = launch.out_channels,
@@ -138,8 +135,8 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
                   RowBuffer::Bytes(matrix.in_channels), stream, false, rotate);
   });
   chain.Add("sums", [&] {
-    const dim3 grid(matrix.out_channels / plan.block_channels, plan.splits, tiles);
-    return LaunchRows(row_class, products, grid, stream, dependent);
+    const dim3 grid(matrix.out_channels / pass.sums.block_channels, pass.sums.splits, pass.tiles);
+    return LaunchRows(pass.row_class, products, grid, stream, dependent);
   });
   chain.Add("output", [&] {
     const uint32_t blocks = matrix.out_channels / kHadamardChannels;

@@ -270,25 +270,17 @@ class MoeChain {
     x_ = Advance(args.x, first_token * args.x_row_stride * DtypeBits(options.input) / 8);
     y_ = const_cast<void*>(Advance(args.y, first_token * args.y_row_stride * DtypeBits(options.output) / 8));
     const uint64_t rows = num_tokens * options.top_k * config_.max_segments;
-    row_class_ = ClassOf(rows, config_.segment_slots, launch.limits.compute_capability);
-    direct_ = DirectRows(rows, config_.segment_slots, config_.intermediate);
-    groups_ = direct_ ? rows : MaxGroups(rows, config_.segment_slots);
-    // As many tiles as there can be: in `many` each segment's last tile may be small.
-    const uint64_t touched = std::min<uint64_t>(rows, config_.segment_slots);
-    tiles_ = few() ? groups_ : std::min(groups_, groups_ / TileGroups(row_class_) + touched);
-    if (row_class_ != RowClass::kWide) {
-      sums_ = PlanSums(few() ? touched : tiles_, projections(), config_.hidden, config_.intermediate);
-    }
+    pass_ = PlanMoePass(config_, rows, projections(), launch.limits.compute_capability);
     operand_ = few() ? Operand::kSplit : Operand::kPair;  // kWide takes the room of kPair
   }
 
   Result<void> Run() {
     // Nothing to compute still means a defined output.
-    if (groups_ > 0) {
-      if (!direct_) chain_.Add("pack", [&] { return Pack(); });
+    if (pass_.groups > 0) {
+      if (!pass_.direct) chain_.Add("pack", [&] { return Pack(); });
       chain_.Add("rotate", [&] { return Rotate(); });
       chain_.Add("sums", [&] { return Sums(); });
-      if (!direct_) chain_.Add("boundary", [&] { return LaunchBoundary(); });
+      if (!pass_.direct) chain_.Add("boundary", [&] { return LaunchBoundary(); });
       chain_.Add("finish", [&] { return Finish(); });
     }
     chain_.Add("combine", [&] { return LaunchCombine(); });
@@ -303,11 +295,11 @@ class MoeChain {
   T* At(uint64_t offset) const {
     return reinterpret_cast<T*>(static_cast<std::byte*>(launch_.args.workspace) + offset);
   }
-  bool few() const { return row_class_ == RowClass::kFew; }
+  bool few() const { return pass_.row_class == RowClass::kFew; }
   bool has_gate() const { return ActivationHasGate(launch_.geometry.activation.kind); }
   uint32_t projections() const { return has_gate() ? 2 : 1; }
   uint32_t first_projection() const { return has_gate() ? 0 : 1; }
-  uint32_t num_rows() const { return static_cast<uint32_t>(groups_ * kGroupRows); }
+  uint32_t num_rows() const { return static_cast<uint32_t>(pass_.groups * kGroupRows); }
   uint64_t InputRoom() const { return GroupPieces(config_.hidden, operand_); }
   uint64_t MidRoom() const { return GroupPieces(config_.intermediate, operand_); }
   uint64_t Fc1Split() const { return uint64_t{num_rows()} * 2 * config_.intermediate; }
@@ -316,8 +308,8 @@ class MoeChain {
     const PackParams params = {.routes = routes_,
                                .experts = launch_.experts,
                                .max_segments = config_.max_segments,
-                               .tile_groups = TileGroups(row_class_),
-                               .max_groups = static_cast<uint32_t>(groups_),
+                               .tile_groups = TileGroups(pass_.row_class),
+                               .max_groups = static_cast<uint32_t>(pass_.groups),
                                .num_tiles = At<uint32_t>(config_.counters),
                                .expert_counts = At<uint32_t>(config_.expert_counts),
                                .tiles = At<Tile>(config_.tiles),
@@ -337,37 +329,38 @@ class MoeChain {
                                  .stored_channels = config_.hidden,
                                  .first_projection = first_projection(),
                                  .num_projections = projections(),
-                                 .row_class = row_class_,
+                                 .row_class = pass_.row_class,
                                  .inputs = At<uint4>(config_.inputs),
                                  .group_room = InputRoom(),
-                                 .projection_room = groups_ * InputRoom(),
+                                 .projection_room = pass_.groups * InputRoom(),
                                  .exponents = At<int32_t>(config_.input_exponents),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
-    const uint64_t blocks = (direct_ ? groups_ : num_rows()) * projections();
-    const uint32_t threads = direct_ ? kMaxRowThreads : kRowThreads;
+    const uint64_t blocks = (pass_.direct ? pass_.groups : num_rows()) * projections();
+    const uint32_t threads = pass_.direct ? kMaxRowThreads : kRowThreads;
     return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_,
-                  !direct_ && dependent(), params);
+                  !pass_.direct && dependent(), params);
   }
 
   cudaError_t Sums() {
     const GemmParams params = {.rows = rows(),
-                               .prefetch = direct_,
+                               .prefetch = pass_.direct,
                                .first_projection = first_projection(),
                                .num_projections = projections(),
-                               .log2_tiles = Log2(sums_.block_channels / kTileChannels),
-                               .log2_splits = Log2(sums_.splits),
+                               .log2_tiles = Log2(pass_.sums.block_channels / kTileChannels),
+                               .log2_splits = Log2(pass_.sums.splits),
                                .inputs = At<uint4>(config_.inputs),
                                .group_room = InputRoom(),
-                               .projection_room = groups_ * InputRoom(),
+                               .projection_room = pass_.groups * InputRoom(),
                                .input_sums = At<float>(config_.input_sums),
                                .num_rows = num_rows(),
                                .out = At<float>(config_.fc1) + first_projection() * config_.intermediate,
                                .out_row = 2 * config_.intermediate,
                                .out_projection = config_.intermediate,
                                .out_split = Fc1Split()};
-    const dim3 grid(config_.intermediate / sums_.block_channels, projections() * sums_.splits, Count(tiles_));
-    return LaunchRows(row_class_, params, grid, stream_, dependent());
+    const dim3 grid(config_.intermediate / pass_.sums.block_channels, projections() * pass_.sums.splits,
+                    Count(pass_.tiles));
+    return LaunchRows(pass_.row_class, params, grid, stream_, dependent());
   }
 
   BoundaryParams MakeBoundary() const {
@@ -375,11 +368,11 @@ class MoeChain {
     return {.activation = {activation.kind, static_cast<float>(activation.limit),
                            static_cast<float>(activation.beta), static_cast<float>(activation.linear_beta)},
             .has_gate = has_gate(),
-            .row_class = row_class_,
+            .row_class = pass_.row_class,
             .intermediate = config_.intermediate,
             .fc1 = At<float>(config_.fc1),
             .split_stride = Fc1Split(),
-            .splits = sums_.splits,
+            .splits = pass_.sums.splits,
             // With one projection its exponents come first.
             .exponents = At<int32_t>(config_.input_exponents) - first_projection() * num_rows(),
             .num_rows = num_rows()};
@@ -398,7 +391,7 @@ class MoeChain {
 
   cudaError_t Finish() {
     const GemmParams params = {.rows = rows(),
-                               .prefetch = direct_,
+                               .prefetch = pass_.direct,
                                .first_projection = 2,
                                .num_projections = 1,
                                .log2_tiles = Log2(kHadamardChannels / kTileChannels),
@@ -410,10 +403,10 @@ class MoeChain {
                                .out_row = config_.hidden,
                                .finish = true,
                                .input_exponents = At<int32_t>(config_.mid_exponents),
-                               .fused = direct_,
+                               .fused = pass_.direct,
                                .boundary = MakeBoundary()};
-    const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(tiles_));
-    return LaunchRows(row_class_, params, grid, stream_, dependent());
+    const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(pass_.tiles));
+    return LaunchRows(pass_.row_class, params, grid, stream_, dependent());
   }
 
   cudaError_t LaunchCombine() {
@@ -430,12 +423,12 @@ class MoeChain {
                                   .accumulate = launch_.args.accumulate};
     const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
     return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_,
-                  groups_ > 0 && dependent(), params);
+                  pass_.groups > 0 && dependent(), params);
   }
 
   RowSource rows() const {
-    return {.kind = direct_ ? RowKind::kDirect : RowKind::kPacked,
-            .count = static_cast<uint32_t>(groups_),
+    return {.kind = pass_.direct ? RowKind::kDirect : RowKind::kPacked,
+            .count = static_cast<uint32_t>(pass_.groups),
             .routes = routes_,
             .experts = launch_.experts,
             .max_segments = config_.max_segments,
@@ -457,11 +450,7 @@ class MoeChain {
   Routes routes_;
   const void* x_ = nullptr;
   void* y_ = nullptr;
-  RowClass row_class_ = RowClass::kFew;
-  bool direct_ = false;
-  uint64_t groups_ = 0;
-  uint64_t tiles_ = 0;
-  SumsPlan sums_;
+  MoePass pass_;
   Operand operand_ = Operand::kSplit;
   Chain chain_;
 };
