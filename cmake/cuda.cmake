@@ -32,8 +32,10 @@ if(NOT ESPALIER_CUDA STREQUAL OFF)
 endif()
 
 if(ESPALIER_HAS_CUDA)
-  if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90(-|;|$)")
-    message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES has 90; the kernels of that family need 90a")
+  # Without its `a` that family would get code whose kernels for many rows are empty and trap.
+  if(CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)(90(-|;|$)|native|all|all-major)")
+    message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES is ${CMAKE_CUDA_ARCHITECTURES}; name the families by number, and "
+                        "Hopper as 90a: the kernels of that family need it")
   endif()
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     message(FATAL_ERROR "ESPALIER_CUDA is ON, but nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.8")

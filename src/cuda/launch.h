@@ -17,7 +17,7 @@ namespace espalier::cuda {
 // What the launch needs to know of a device.
 struct DeviceLimits {
   int compute_capability = 0;  // 80, 86, 89, 90, 100, 120
-  int num_sms = 0;             // that the grid may count on; fewer is slower, never wrong
+  int num_sms = 0;             // for probes of the machine; no layer depends on it
 };
 
 inline constexpr uint64_t kWideRows = 20;

@@ -46,6 +46,7 @@ __device__ __forceinline__ uint64_t SharedOperand(uint32_t shared, uint32_t next
          uint64_t{next_rows >> 4} << 32;
 }
 
+// Written out for each width: an instruction names all of its registers.
 // d += a * b for a warpgroup: a is 64 x 16 from registers, each warp 16 rows of it as for mma.m16n8k16; b is
 // 16 x (8 * kGroups) in shared memory; d is laid out as the sums of kGroups such instructions.
 template <int kGroups>
