@@ -103,13 +103,18 @@ run_tests() {
 }
 
 run_sanitizer() {
-  local sanitizer tool
+  local sanitizer tool program
   sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer)
   if [[ -z $sanitizer ]]; then
     summary+=("compute-sanitizer                      not here")
     return
   fi
   for tool in memcheck racecheck; do
+    # All but what takes the sanitizer minutes: thousands of rows, every count of tokens, gigabytes.
+    for program in bin/cuda_{moe,graph,linear}_test bin/backend_conformance_test; do
+      step "$tool-$(basename "$program" _test)" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+        "$program" --gtest_filter='*Cuda*:*cuda*-*4GiB*:*EveryTokenCount*'
+    done
     # 17 tokens over both rates of a layer of 256 x 512; then one token, which takes other kernels.
     step "$tool-verify" 90 "$sanitizer" --tool "$tool" --error-exitcode 9 \
       bin/espalier verify data/tiny-qwen3moe-exl3-mixed --layers 0 --device cuda
