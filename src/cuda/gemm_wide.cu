@@ -10,9 +10,9 @@
 namespace espalier::cuda {
 namespace {
 
-constexpr uint32_t kStages = 4;       // quads of the ring
-constexpr uint32_t kQuadPieces = 64;  // 16-byte pieces of one quad of one group
-constexpr uint32_t kBrickBytes = 128;
+constexpr uint32_t kStages = 4;                         // quads of the ring
+constexpr uint32_t kQuadPieces = 64;                    // 16-byte pieces of one quad of one group
+[[maybe_unused]] constexpr uint32_t kBrickBytes = 128;  // code of other architectures has no use for it
 constexpr int kWideGroups = 16;
 constexpr uint32_t kRowFloats = kHadamardChannels + 4;
 
