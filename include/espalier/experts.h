@@ -37,6 +37,7 @@ struct MatrixDesc {
   uint32_t out_channels = 0;                    // a multiple of 128
   uint8_t bits = 0;
   Codebook codebook = Codebook::k3Inst;
+  CodeOrder order = CodeOrder::kNative;
 
   bool present() const { return codes_offset_bytes != kAbsentOffset; }
   uint64_t code_bytes() const { return uint64_t{in_channels} * out_channels / 8 * bits; }

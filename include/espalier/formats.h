@@ -63,6 +63,12 @@ std::string_view ProjectionName(Projection projection);  // "gate", "up", "down"
 // Bytes of the codes of one tile at `bits` bits per weight: 32 * bits.
 constexpr uint64_t TileBytes(int bits) { return 32u * static_cast<uint64_t>(bits); }
 
+// Order of the 32-bit code words of a matrix in a slab.
+//   native  [in/16][out/16][8 groups][bits], as in files; what the cuda executor reads
+//   panels  [out/32][in/16][bits][2 tiles][8 groups]: what the cpu executor streams. A group is 32 successive
+//           weights of a tile, so that one vector of 16 words holds the same bits of 16 output channels.
+enum class CodeOrder : uint8_t { kNative, kPanels };
+
 // The function between FC1 and FC2. All of it is computed in the executor's working precision.
 //   silu        g * sigmoid(g) * u; with limit L > 0: g = min(g, L), u = clamp(u, -L, L) first
 //   gelu        0.5 g (1 + tanh(0.797884560803 (g + 0.044715 g^3))) * u; limit as for silu

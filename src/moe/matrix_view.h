@@ -19,6 +19,7 @@ struct MatrixView {
   uint32_t out_channels = 0;
   int bits = 0;
   Codebook codebook = Codebook::k3Inst;
+  CodeOrder order = CodeOrder::kNative;
 
   const std::byte* Tile(uint32_t tile_row, uint32_t tile_column) const {
     const uint64_t index = uint64_t{tile_row} * (out_channels / kTileChannels) + tile_column;
@@ -38,7 +39,8 @@ inline MatrixView ViewOf(const MatrixDesc& desc, const std::byte* slab) {
           .in_channels = desc.in_channels,
           .out_channels = desc.out_channels,
           .bits = desc.bits,
-          .codebook = desc.codebook};
+          .codebook = desc.codebook,
+          .order = desc.order};
 }
 
 }  // namespace espalier
