@@ -62,6 +62,12 @@ void RunOnLanes(int num_lanes, uint64_t num_tasks, const Function& function) {
   });
 }
 
+// Like RunOnLanes; to be replaced.
+template <typename Function>
+void RunOnRanges(int num_lanes, uint64_t num_tasks, const Function& function) {
+  RunOnLanes(num_lanes, num_tasks, function);
+}
+
 }  // namespace espalier
 
 #endif  // ESPALIER_SRC_MOE_WORKSPACE_H_
