@@ -200,7 +200,9 @@ void DecodePanelBlock(const uint32_t* codes, uint32_t* weights) {
                                                                vector);
                                                     });
     }
-    __builtin_prefetch(reinterpret_cast<const char*>(codes) + kPrefetchBytes);
+    // The next block, which is wanted after the products with this one.
+    for (int i = 0; i < kBits; ++i)
+      __builtin_prefetch(codes + (static_cast<int>(kBlockSteps) * kBits + i) * 16);
     codes += kBits * 16;
     weights += kStepWords * kStepLanes;
   }
