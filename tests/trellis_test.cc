@@ -131,10 +131,11 @@ TEST(Trellis, CpuBlocksAreBitEqual) {
       matrix.bits = bits;
       matrix.codebook = info.codebook;
       std::vector<float> block(kBlockWeights);
+      TileWords words;
       DecodeBlock(matrix, 1, 2, block.data());
       for (uint32_t tile = 0; tile < 64; ++tile) {
         uint16_t values[kTileWeights];
-        DecodeTile(matrix.Tile(8 + tile / 8, 16 + tile % 8), bits, info.codebook, values);
+        DecodeTile(matrix.Tile(8 + tile / 8, 16 + tile % 8, words), bits, info.codebook, values);
         for (uint32_t i = 0; i < kTileWeights; ++i) {
           const uint32_t row = tile / 8 * 16 + i / 16;
           const uint32_t column = tile % 8 * 16 + i % 16;

@@ -41,10 +41,11 @@ template <int kBits>
 void DecodeBlockOf(const MatrixView& matrix, uint32_t in_block, uint32_t out_block, float* weights) {
   constexpr uint32_t kTiles = kBlockChannels / kTileChannels;
   const float* codebook = CodebookTableFloat(matrix.codebook).data();
+  TileWords words;
   for (uint32_t row = 0; row < kTiles; ++row) {
     for (uint32_t column = 0; column < kTiles; ++column) {
-      DecodeTileInto<kBits>(matrix.Tile(in_block * kTiles + row, out_block * kTiles + column), codebook,
-                            weights + (row * kBlockChannels + column) * kTileChannels);
+      DecodeTileInto<kBits>(matrix.Tile(in_block * kTiles + row, out_block * kTiles + column, words),
+                            codebook, weights + (row * kBlockChannels + column) * kTileChannels);
     }
   }
 }
