@@ -232,7 +232,7 @@ struct Package {
 
 Result<Package> MakePackage(const Request& request) {
   const Geometry& geometry = *request.geometry;
-  Result<ExpertsTable> table = SizeRandomExperts(geometry, request.bits, request.codebook);
+  Result<ExpertsTable> table = SizeRandomExperts(geometry, request.bits, request.codebook, request.device);
   if (!table) return tl::unexpected(table.error());
   const Result<uint32_t> top_k = ChooseTopK(request, geometry.top_k, table->geometry().experts);
   if (!top_k) return tl::unexpected(top_k.error());
@@ -264,6 +264,8 @@ Result<Package> LoadPackage(const BenchOptions& options, const Request& request,
   if (!checkpoint->config().activation) output.Note("no config names an activation: assuming silu");
   Progress progress("loading");
   LoadOptions load;
+  // Whatever runs here, the reference reads both; a GPU gets its copy without a detour.
+  if (!request.device.is_host()) load.order = CodeOrder::kNative;
   load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
   Result<PreparedExperts> experts = LoadExperts(*checkpoint, *plan, *position, 0, load);
   if (!experts) return tl::unexpected(experts.error());

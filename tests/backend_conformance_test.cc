@@ -55,6 +55,9 @@ MatrixFormat MixedFormat(uint32_t expert, Projection projection) {
           .codebook = AllCodebooks()[n % AllCodebooks().size()].codebook};
 }
 
+constexpr CodeOrder kOrders[] = {CodeOrder::kNative, CodeOrder::kPanels};
+const char* OrderText(CodeOrder order) { return order == CodeOrder::kNative ? "native order" : "panels"; }
+
 struct Gate {
   double max_rel_l2;
   double min_cosine;
@@ -135,13 +138,17 @@ INSTANTIATE_TEST_SUITE_P(Formats, FormatConformance,
 TEST_P(FormatConformance, OneRateAndCodebook) {
   const auto& [executor, codebook, bits] = GetParam();
   const MatrixFormat format = {.bits = bits, .codebook = codebook.codebook};
-  const PreparedExperts experts = MakeExperts({.experts = 2,
-                                               .hidden_channels = 256,
-                                               .activation = {},
-                                               .segments = {{.channels = 128}},
-                                               .format = [format](uint32_t, Projection) { return format; },
-                                               .seed = static_cast<uint64_t>(bits)});
-  ExpectWithinGate(experts, RandomCall(experts, 5, 2, 7), executor);
+  for (const CodeOrder order : kOrders) {
+    SCOPED_TRACE(OrderText(order));
+    const PreparedExperts experts = MakeExperts({.experts = 2,
+                                                 .hidden_channels = 256,
+                                                 .activation = {},
+                                                 .segments = {{.channels = 128}},
+                                                 .format = [format](uint32_t, Projection) { return format; },
+                                                 .order = order,
+                                                 .seed = static_cast<uint64_t>(bits)});
+    ExpectWithinGate(experts, RandomCall(experts, 5, 2, 7), executor);
+  }
 }
 
 struct Shape {
@@ -158,17 +165,22 @@ TEST_P(Conformance, ShapesWithMixedFormats) {
   for (const Shape& shape : shapes) {
     SCOPED_TRACE(fmt::format("hidden {}, intermediate {}, {} experts, {} tokens, top-{}", shape.hidden,
                              shape.intermediate, shape.experts, shape.tokens, shape.top_k));
-    const PreparedExperts experts = MakeExperts({.experts = shape.experts,
-                                                 .hidden_channels = shape.hidden,
-                                                 .activation = {},
-                                                 .segments = {{.channels = shape.intermediate}},
-                                                 .format = MixedFormat,
-                                                 .seed = 11});
+    ExpertsSpec spec = {.experts = shape.experts,
+                        .hidden_channels = shape.hidden,
+                        .activation = {},
+                        .segments = {{.channels = shape.intermediate}},
+                        .format = MixedFormat,
+                        .order = CodeOrder::kPanels,
+                        .seed = 11};
+    const PreparedExperts experts = MakeExperts(spec);
     // The dense oracle decodes once a route: a few rows of it are enough.
     const uint64_t tokens = GetParam() == "reference" ? std::min<uint64_t>(shape.tokens, 2) : shape.tokens;
     MoeCall call = RandomCall(experts, tokens, std::min(shape.top_k, 8u), 12);
     call.num_threads = 2;
     ExpectWithinGate(experts, call, GetParam());
+    spec.order = CodeOrder::kNative;
+    EXPECT_EQ(RunCall(MakeExperts(spec), call, GetParam()).bytes, RunCall(experts, call, GetParam()).bytes)
+        << "the order of the codes changed a bit";
   }
 }
 

@@ -33,6 +33,7 @@ inline constexpr uint32_t kBlockPanels = kBlockChannels / kPanelChannels;
 
 enum class Operand : uint8_t { kFloat, kBf16, kBf16Halves, kInt16, kInt16Halves, kInt8 };
 inline constexpr int kNumOperands = 6;
+std::string_view OperandName(Operand operand);  // "fp32", "bf16", "bf16-halves", "int16", "int16-halves", "int8"
 
 inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
