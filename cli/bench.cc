@@ -69,7 +69,7 @@ struct Request {
   std::vector<uint64_t> tokens;
   Device device;
   std::string executor;
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
   std::optional<size_t> samples;
   std::optional<uint32_t> top_k;
   int num_threads = 0;

@@ -38,7 +38,7 @@ struct RunOptions {
 
 struct Executor {
   std::string name;  // empty: what ESPALIER_FORCE_BACKEND names
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
   Device device = {};
 };
 
