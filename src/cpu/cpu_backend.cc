@@ -305,10 +305,12 @@ void RunFc2Block(const MoeChunk& chunk, uint32_t out_block, Lane& lane) {
   }
 }
 
-void RunFc1(const MoeChunk& chunk, int num_lanes) {
+void RunFc1(const MoeChunk& chunk) {
+  const MoePlanOptions& options = chunk.plan.options();
   const uint32_t max_blocks = chunk.experts.max_intermediate_channels() / kBlockChannels;
   const std::span<const SegmentDesc> segments = chunk.experts.segments();
-  RunOnLanes(num_lanes, uint64_t{segments.size()} * max_blocks, [&](uint64_t lane, uint64_t task) {
+  const uint64_t num_tasks = uint64_t{segments.size()} * max_blocks;
+  RunOnLanes(options.pool.get(), options.num_threads, num_tasks, [&](uint64_t lane, uint64_t task) {
     const SegmentDesc& segment = segments[task / max_blocks];
     const uint32_t block = static_cast<uint32_t>(task % max_blocks);
     const uint32_t routes =
@@ -326,7 +328,7 @@ void RunFc1(const MoeChunk& chunk, int num_lanes) {
 void StoreTokens(const MoeChunk& chunk) {
   const MoePlanOptions& options = chunk.plan.options();
   const MoeGeometry& geometry = chunk.plan.geometry();
-  ParallelFor(options.num_threads, chunk.num_tokens, [&](uint64_t token) {
+  ParallelFor(options.pool.get(), options.num_threads, chunk.num_tokens, [&](uint64_t token) {
     if (chunk.args.accumulate && chunk.reached()[token] == 0) return;
     float* row = chunk.rows.values + token * chunk.rows.stored_channels;
     if (geometry.output_scale != 1) {
@@ -351,13 +353,13 @@ void RunChunk(MoeChunk& chunk) {
       chunk.reached()[chunk.TokenOf(i)] = 1;
     }
   }
-  ParallelFor(options.num_threads, chunk.num_tokens, [&](uint64_t token) {
+  ParallelFor(options.pool.get(), options.num_threads, chunk.num_tokens, [&](uint64_t token) {
     chunk.rows.Load(token, options.input, chunk.args.x, (chunk.first_token + token) * chunk.args.x_row_stride,
                     geometry.hidden_channels);
   });
-  RunFc1(chunk, options.num_threads);
+  RunFc1(chunk);
   const uint64_t hidden_blocks = (geometry.hidden_channels + kBlockChannels - 1) / kBlockChannels;
-  RunOnLanes(options.num_threads, hidden_blocks, [&](uint64_t lane, uint64_t block) {
+  RunOnLanes(options.pool.get(), options.num_threads, hidden_blocks, [&](uint64_t lane, uint64_t block) {
     RunFc2Block(chunk, static_cast<uint32_t>(block), chunk.lane(lane));
   });
   StoreTokens(chunk);
@@ -445,14 +447,15 @@ class CpuExecutor final : public Backend {
                              .exponents = reinterpret_cast<int32_t*>(base + layout->row_exponents),
                              .stored_channels = matrix.in_channels};
     Lane* lanes = reinterpret_cast<Lane*>(base + layout->lanes);
+    ThreadPool* const pool = plan.options().pool.get();
     const uint64_t blocks = (uint64_t{plan.out_channels()} + kBlockChannels - 1) / kBlockChannels;
     for (uint64_t first = 0; first < args.num_tokens; first += layout->chunk_tokens) {
       const uint64_t tokens = std::min(layout->chunk_tokens, args.num_tokens - first);
-      ParallelFor(plan.options().num_threads, tokens, [&](uint64_t token) {
+      ParallelFor(pool, plan.options().num_threads, tokens, [&](uint64_t token) {
         rows.Load(token, plan.options().input, args.x, (first + token) * args.x_row_stride,
                   plan.in_channels());
       });
-      RunOnLanes(plan.options().num_threads, blocks, [&](uint64_t lane, uint64_t block) {
+      RunOnLanes(pool, plan.options().num_threads, blocks, [&](uint64_t lane, uint64_t block) {
         RunLinearBlock(plan, matrix, rows, args, first, tokens, static_cast<uint32_t>(block), lanes[lane]);
       });
     }
