@@ -7,10 +7,6 @@
 #include <openssl/crypto.h>
 #include <simdjson.h>
 
-#ifndef ESPALIER_STD_THREADS
-#include <tbb/version.h>
-#endif
-
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -55,14 +51,6 @@ std::vector<CpuFeature> CpuFeatures() {
           {"avx_vnni", __builtin_cpu_supports("avxvnni") != 0}};
 #else
   return {};
-#endif
-}
-
-std::string TbbText() {
-#ifndef ESPALIER_STD_THREADS
-  return TBB_runtime_version();
-#else
-  return std::string(kNotInThisBuild);
 #endif
 }
 
@@ -142,9 +130,8 @@ Result<int> Doctor(Output& output) {
   PrintDevices(devices, output);
   output.Print("mpi            {}\n", MpiText());
   output.Print("nccl           {}\n", ESPALIER_NCCL);
-  output.Print("libraries      simdjson {} ({}), fmt {}, {}, oneTBB {}\n",
-               SIMDJSON_STRINGIFY(SIMDJSON_VERSION), simdjson::get_active_implementation()->name(),
-               fmt_version, OpenSSL_version(OPENSSL_VERSION), TbbText());
+  output.Print("libraries      simdjson {} ({}), fmt {}, {}\n", SIMDJSON_STRINGIFY(SIMDJSON_VERSION),
+               simdjson::get_active_implementation()->name(), fmt_version, OpenSSL_version(OPENSSL_VERSION));
 
   output.Document({{"schema", "espalier.doctor/1"},
                    {"version", ESPALIER_VERSION},
@@ -162,8 +149,7 @@ Result<int> Doctor(Output& output) {
                     {{"simdjson", SIMDJSON_STRINGIFY(SIMDJSON_VERSION)},
                      {"simdjson_kernel", simdjson::get_active_implementation()->name()},
                      {"fmt", fmt_version},
-                     {"openssl", OpenSSL_version(OPENSSL_VERSION)},
-                     {"tbb", TbbText()}}}});
+                     {"openssl", OpenSSL_version(OPENSSL_VERSION)}}}});
   return kExitOk;
 }
 

@@ -13,13 +13,6 @@ if(TARGET espalier_cli)
 endif()
 
 # The archive is static: whoever links it links its private dependencies too.
-if(ESPALIER_STD_THREADS)
-  set(ESPALIER_CONFIG_TBB "")
-  set(ESPALIER_PC_TBB "")
-else()
-  set(ESPALIER_CONFIG_TBB "find_dependency(TBB)")
-  set(ESPALIER_PC_TBB ", tbb")
-endif()
 if(ESPALIER_HAS_CUDA)
   set(ESPALIER_CONFIG_CUDA "find_dependency(CUDAToolkit)")
   set(ESPALIER_PC_CUDA "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt ")

@@ -10,8 +10,10 @@
 #include <espalier/experts.h>
 #include <espalier/formats.h>
 #include <espalier/status.h>
+#include <espalier/thread_pool.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -56,8 +58,11 @@ struct MoePlanOptions {
   std::string executor = {};
   CpuMode mode = CpuMode::kFast;
 
-  // Performance. 0 = all cores. Results do not depend on it.
+  // Performance. Threads of a call, which also number its scratch memory; 0 = all of `pool`, and without one
+  // all cores. Results do not depend on it.
   int num_threads = 0;
+  // Null = ThreadPool::Default(), which grows to num_threads; another has the threads it has. Host only.
+  std::shared_ptr<ThreadPool> pool = {};
 };
 
 // Immutable; may be used from several threads at once, each with its own workspace.
@@ -129,6 +134,7 @@ struct LinearPlanOptions {
   std::string executor = {};
   CpuMode mode = CpuMode::kFast;
   int num_threads = 0;
+  std::shared_ptr<ThreadPool> pool = {};
 };
 
 class LinearPlan {

@@ -349,12 +349,12 @@ void MoeChunk::Run(uint64_t first_token, uint64_t num_tokens) {
   MarkReached();
   const auto lanes = static_cast<uint64_t>(NumLanes(options.num_threads));
   for (uint64_t lane = 0; lane < lanes; ++lane) LaneAt(lane).state() = {};
-  ParallelFor(options.num_threads, num_tokens, [&](uint64_t token) {
+  ParallelFor(options.pool.get(), options.num_threads, num_tokens, [&](uint64_t token) {
     rows_.Load(token, options.input, args_.x, (first_token + token) * args_.x_row_stride,
                geometry.hidden_channels);
   });
   const uint64_t max_blocks = experts_.max_intermediate_channels() / kBlockChannels;
-  RunOnRanges(options.num_threads, groups_.size() * max_blocks, [&](uint64_t lane_index, uint64_t task) {
+  RunOnRanges(options.pool.get(), options.num_threads, groups_.size() * max_blocks, [&](uint64_t lane_index, uint64_t task) {
     const Group& group = groups_[task / max_blocks];
     const auto block = static_cast<uint32_t>(task % max_blocks);
     if (block >= ValidBlocks(experts_.segments()[group.segment])) return;
@@ -364,12 +364,12 @@ void MoeChunk::Run(uint64_t first_token, uint64_t num_tokens) {
   const uint64_t hidden_blocks = (uint64_t{geometry.hidden_channels} + kBlockChannels - 1) / kBlockChannels;
   const uint64_t tasks =
       pack_.num_packed_routes <= kStreamedRoutes ? std::min(lanes, hidden_blocks) : hidden_blocks;
-  RunOnRanges(options.num_threads, tasks, [&](uint64_t lane_index, uint64_t task) {
+  RunOnRanges(options.pool.get(), options.num_threads, tasks, [&](uint64_t lane_index, uint64_t task) {
     const uint64_t first = task * hidden_blocks / tasks, end = (task + 1) * hidden_blocks / tasks;
     Lane lane = LaneAt(lane_index);
     RunFc2(static_cast<uint32_t>(first), static_cast<uint32_t>(end - first), lane);
   });
-  ParallelFor(options.num_threads, num_tokens, [&](uint64_t token) { Store(token); });
+  ParallelFor(options.pool.get(), options.num_threads, num_tokens, [&](uint64_t token) { Store(token); });
 }
 
 }  // namespace

@@ -3,14 +3,13 @@
 #include <espalier/moe.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/parallel.h"
 #include "moe/backend_list.h"
 
 namespace espalier {
 namespace {
-
-// Every thread costs scratch memory in the workspace.
-constexpr int kMaxThreads = 4096;
 
 Result<void> CheckBackendDevice(const Backend& backend, const Device& device) {
   if (backend.device_type() == device.type) return {};
@@ -67,11 +66,16 @@ Result<void> CheckCommonOptions(const Options& options) {
     return Error(StatusCode::kCapacity,
                  fmt::format("max_tokens is {}; legal: 0 to {}", options.max_tokens, kMaxPlanTokens));
   }
-  if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
+  if (options.num_threads < 0 || options.num_threads > ThreadPool::kMaxThreads) {
     return Error(StatusCode::kUsage, fmt::format("num_threads is {}; legal: 0 (all cores) to {}",
-                                                 options.num_threads, kMaxThreads));
+                                                 options.num_threads, int{ThreadPool::kMaxThreads}));
   }
   return {};
+}
+
+// Of the pool, or as many as the default pool has when it is asked for all cores.
+int AllThreads(const ThreadPool* pool) {
+  return pool != nullptr ? pool->num_threads() : std::min(HardwareThreads(), ThreadPool::kMaxThreads);
 }
 
 // What package and caller have to agree on.
@@ -123,7 +127,7 @@ Result<MoePlan> MoePlan::Create(const ExpertsTable& experts, const MoePlanOption
   MoePlan plan;
   plan.options_ = options;
   // Fixed here, because the workspace holds scratch memory for every thread.
-  if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();
+  if (options.num_threads == 0) plan.options_.num_threads = AllThreads(options.pool.get());
   plan.geometry_ = experts.geometry();
   plan.rank_plan_ = experts.rank_plan();
   plan.num_segments_ = static_cast<uint32_t>(experts.segments().size());
@@ -151,7 +155,7 @@ Result<LinearPlan> LinearPlan::Create(const PreparedLinear& linear, const Linear
     return tl::unexpected(same.error());
   LinearPlan plan;
   plan.options_ = options;
-  if (options.num_threads == 0) plan.options_.num_threads = HardwareThreads();
+  if (options.num_threads == 0) plan.options_.num_threads = AllThreads(options.pool.get());
   plan.in_channels_ = linear.in_channels();
   plan.out_channels_ = linear.out_channels();
   plan.stored_in_channels_ = linear.matrix().in_channels;

@@ -31,6 +31,7 @@ struct ProductScratch {
   double* rotated = nullptr;  // [rows][in]
   uint64_t panel_bytes = 0;
   int num_lanes = 1;
+  ThreadPool* pool = nullptr;
 };
 
 struct MoeLayout {
@@ -127,7 +128,7 @@ void ApplyMatrix(const MatrixView& matrix, uint64_t num_rows, const double* x, c
     for (uint64_t i = 0; i < in; ++i) rotated[i] = x[row * in + i] * double{Fp16ToFloat(matrix.suh[i])};
     Hadamard128Blocks(rotated, matrix.in_channels);
   }
-  RunOnLanes(scratch.num_lanes, out / kPanelColumns, [&](uint64_t lane, uint64_t panel) {
+  RunOnLanes(scratch.pool, scratch.num_lanes, out / kPanelColumns, [&](uint64_t lane, uint64_t panel) {
     float* weights = reinterpret_cast<float*>(scratch.panels + lane * scratch.panel_bytes);
     DecodePanel(matrix, panel, weights);
     const uint64_t first = panel * kPanelColumns;
@@ -163,7 +164,8 @@ struct MoeCall {
     scratch = {.panels = base + layout.panels,
                .rotated = doubles(layout.rotated),
                .panel_bytes = layout.panel_bytes,
-               .num_lanes = plan.options().num_threads};
+               .num_lanes = plan.options().num_threads,
+               .pool = plan.options().pool.get()};
     x = doubles(layout.x);
     gate = doubles(layout.gate);
     up = doubles(layout.up);
@@ -296,7 +298,8 @@ class ReferenceExecutor final : public Backend {
     const ProductScratch scratch = {.panels = base + layout->panels,
                                     .rotated = doubles(layout->rotated),
                                     .panel_bytes = layout->panel_bytes,
-                                    .num_lanes = plan.options().num_threads};
+                                    .num_lanes = plan.options().num_threads,
+                                    .pool = plan.options().pool.get()};
     const MatrixView matrix = ViewOf(linear.matrix(), linear.slab());
     double* x = doubles(layout->x);
     double* y = doubles(layout->y);
