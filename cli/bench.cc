@@ -577,7 +577,7 @@ void AddBench(CLI::App& app, Invocation& invocation) {
   command->add_option("--codebook", options->codebook, "3inst, mcg or mul1, of a geometry; mcg by default");
   command->add_option("--tokens", options->tokens, "Numbers of tokens, as in 1,8,64")->capture_default_str();
   command->add_option("--top-k", options->top_k, "Experts a token; the model's by default");
-  command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
+  command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; fast by default");
   command->add_option("--device", options->device, "cpu or cuda[:INDEX]")->capture_default_str();
   command->add_option("--threads", options->threads, "Threads of the cpu executor; all cores by default");
   command->add_option("--samples", options->samples,

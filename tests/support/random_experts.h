@@ -98,6 +98,15 @@ struct MoeCall {
   std::vector<double> y;            // before an accumulating call
 };
 
+// What tests call an executor: "cpu" is its mode exact, "cpu_fast" and "cpu_int8" are the others.
+struct ExecutorChoice {
+  std::string name;
+  CpuMode mode = CpuMode::kFast;
+};
+ExecutorChoice ChoiceOf(const std::string& executor);
+// Every executor of this build by those names.
+std::vector<std::string> AllExecutors();
+
 // Normal x, ids from [-1, experts), normal weights.
 MoeCall RandomCall(const PreparedExperts& experts, uint64_t num_tokens, uint32_t top_k, uint64_t seed);
 
