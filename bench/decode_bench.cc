@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One thread decoding blocks of 128 x 32 weights by every table of kernels that this machine has: weights a second
-// for every codebook, bit rate and operand. The codes of a run (2048 x 2048 weights) do not fit in the second-level
-// cache, a layer's never do.
+// One thread decoding blocks of 128 x 32 weights by every table of kernels that this machine has: weights a
+// second for every codebook, bit rate and operand. The codes of a run (2048 x 2048 weights) do not fit in the
+// second-level cache, a layer's never do.
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
@@ -39,12 +39,12 @@ void RegisterAll() {
     for (const CodebookInfo& info : AllCodebooks()) {
       for (int operand = 0; operand < cpu::kNumOperands; ++operand) {
         const auto& decode = table->decode[operand][static_cast<int>(info.codebook)];
-#define ESPALIER_BITS(bits)                                                                                        \
-  if (decode[bits] != nullptr)                                                                                     \
-    benchmark::RegisterBenchmark(                                                                                  \
-        fmt::format("decode/{}/{}/{}/K{}", table->name, cpu::OperandName(static_cast<cpu::Operand>(operand)),      \
-                    info.name, bits)                                                                               \
-            .c_str(),                                                                                              \
+#define ESPALIER_BITS(bits)                                                                \
+  if (decode[bits] != nullptr)                                                             \
+    benchmark::RegisterBenchmark(                                                          \
+        fmt::format("decode/{}/{}/{}/K{}", table->name,                                    \
+                    cpu::OperandName(static_cast<cpu::Operand>(operand)), info.name, bits) \
+            .c_str(),                                                                      \
         DecodeBlocks, decode[bits], bits);
 #include <espalier/formats.def>
       }

@@ -79,8 +79,8 @@ bool RowsNeverDependOnTheBatch(const std::string& executor) {
   return executor == "cpu" || executor == "reference";
 }
 
-// How far apart two ways to the same sum may be: where the number of rows chooses the kernel, or routes are added
-// in another order.
+// How far apart two ways to the same sum may be: where the number of rows chooses the kernel, or routes are
+// added in another order.
 double SameSumGate(const std::string& executor, double exact) {
   if (executor == "cuda") return 1e-4;
   return executor == "cpu_fast" ? 6e-3 : executor == "cpu_int8" ? 2.5e-2 : exact;
@@ -115,7 +115,7 @@ void ExpectSameRows(const MoeOutput& alone, const MoeOutput& all, size_t first_b
   }
   const std::span<const double> rows =
       std::span(all.values).subspan(first_byte / sizeof(float), alone.values.size());
-  EXPECT_LE(Compare(rows, alone.values).rel_l2, 1e-3);
+  EXPECT_LE(Compare(rows, alone.values).rel_l2, executor == "cuda" ? 1e-3 : SameSumGate(executor, 0));
 }
 
 // A GPU's executor is in the list of every build with CUDA.
@@ -593,10 +593,13 @@ TEST_P(Conformance, InputsOfAnyMagnitude) {
         call.ids.assign(3, 2);
         call.input = input;
         for (double& value : call.x) value = std::remainder(value, 2.0) * magnitude;
+        // Far beyond its limits an activation is a step: an error of a thousandth in its argument decides
+        // about the sign of one value in a thousand. Modes with rounded operands have no gate there.
+        const bool is_step = activation.kind != ActivationKind::kSilu && magnitude > 1;
         const bool scaled = activation.kind == ActivationKind::kSilu || magnitude < 1;
         const double factor = scaled ? std::min(std::max(1 / magnitude, 1e-38), 1e30) : 1;
         call.weights.assign(3, static_cast<float>(factor));
-        ExpectWithinGate(experts, call, GetParam());
+        if (!is_step || !GetParam().starts_with("cpu_")) ExpectWithinGate(experts, call, GetParam());
         for (const double value : RunCall(experts, call, GetParam()).values)
           ASSERT_TRUE(std::isfinite(value));
       }

@@ -154,8 +154,9 @@ TEST(CodeOrder, MadeExpertsAreTheSameInBoth) {
 std::vector<float> RunRows(const PreparedLinear& linear, const std::vector<float>& x, const char* executor) {
   const uint64_t tokens = x.size() / linear.in_channels();
   const LinearPlan plan = LinearPlan::Create(linear, {.max_tokens = tokens,
-                                                        .executor = test::ChoiceOf(executor).name,
-                                                        .mode = test::ChoiceOf(executor).mode}).value();
+                                                      .executor = test::ChoiceOf(executor).name,
+                                                      .mode = test::ChoiceOf(executor).mode})
+                              .value();
   HostBuffer workspace = HostBuffer::Create(plan.workspace_bytes()).value();
   std::vector<float> y(tokens * linear.out_channels());
   EXPECT_TRUE(RunLinear(plan, linear,

@@ -225,14 +225,12 @@ TEST(HadamardGolden, SignsAreThoseOfTheMatrix) {
 std::vector<double> RunGoldenLinear(const PreparedLinear& linear, const std::vector<uint16_t>& x,
                                     const std::string& executor, Dtype output) {
   const uint64_t tokens = x.size() / linear.in_channels();
-  const LinearPlan plan =
-      LinearPlan::Create(linear,
-                         {.max_tokens = tokens,
-                          .input = Dtype::kF16,
-                          .output = output,
-                          .executor = test::ChoiceOf(executor).name,
-                          .mode = test::ChoiceOf(executor).mode})
-          .value();
+  const LinearPlan plan = LinearPlan::Create(linear, {.max_tokens = tokens,
+                                                      .input = Dtype::kF16,
+                                                      .output = output,
+                                                      .executor = test::ChoiceOf(executor).name,
+                                                      .mode = test::ChoiceOf(executor).mode})
+                              .value();
   HostBuffer workspace = Workspace(plan.workspace_bytes());
   std::vector<double> doubles(tokens * linear.out_channels());
   std::vector<float> floats(doubles.size());

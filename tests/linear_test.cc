@@ -222,14 +222,12 @@ TEST_P(Linear, Refusals) {
     return ToDevice(MakeLinear(in, out, seen_in, 0, {}, 1), device).value();
   };
   const PreparedLinear linear = make(256, 128, 0);
-  const LinearPlan plan =
-      LinearPlan::Create(linear,
-                         {.max_tokens = 2,
-                          .device = device,
-                          .executor = test::ChoiceOf(GetParam()).name,
-                          .mode = test::ChoiceOf(GetParam()).mode,
-                          .num_threads = 1})
-          .value();
+  const LinearPlan plan = LinearPlan::Create(linear, {.max_tokens = 2,
+                                                      .device = device,
+                                                      .executor = test::ChoiceOf(GetParam()).name,
+                                                      .mode = test::ChoiceOf(GetParam()).mode,
+                                                      .num_threads = 1})
+                              .value();
   DeviceBuffer workspace = DeviceBuffer::Create(device, plan.workspace_bytes() + 64).value();
   DeviceBuffer x = DeviceBuffer::Create(device, 3 * 256 * sizeof(float)).value();
   DeviceBuffer y = DeviceBuffer::Create(device, 3 * 128 * sizeof(float)).value();

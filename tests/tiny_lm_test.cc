@@ -267,11 +267,14 @@ TEST(TinyLmModel, RefusesAConfigThatItCannotRun) {
   const ChangedCheckpoint checkpoint;
   for (const Case& c : cases) {
     checkpoint.Patch("config.json", c.patch);
-    const espalier::Status status = FailureOf([&checkpoint] { Model model(checkpoint.path(), "", espalier::CpuMode::kFast, 256); });
+    const espalier::Status status =
+        FailureOf([&checkpoint] { Model model(checkpoint.path(), "", espalier::CpuMode::kFast, 256); });
     EXPECT_EQ(status.code(), c.code) << c.patch;
     EXPECT_THAT(status.message(), HasSubstr(c.message));
   }
-  EXPECT_EQ(FailureOf([&] { Model model(checkpoint.path() / "absent", "", espalier::CpuMode::kFast, 256); }).code(), StatusCode::kIo);
+  EXPECT_EQ(
+      FailureOf([&] { Model model(checkpoint.path() / "absent", "", espalier::CpuMode::kFast, 256); }).code(),
+      StatusCode::kIo);
   EXPECT_EQ(FailureOf([] { LoadBundled("abacus", 1); }).code(), StatusCode::kUsage);
   EXPECT_EQ(FailureOf([] { LoadBundled("cpu", 1025); }).code(), StatusCode::kCapacity);
 }

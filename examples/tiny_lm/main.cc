@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <map>
 
-#include <map>
 #include "tiny_lm.h"
 
 namespace tiny_lm {
@@ -53,7 +52,8 @@ void Run(const Options& options) {
   const Tokenizer tokenizer(directory / "tokenizer.json");
   std::vector<int32_t> input = tokenizer.Encode(options.prompt);
   const std::string text = options.text_file.empty() ? "" : ReadFile(options.text_file);
-  Model model(directory, options.executor, options.mode, std::max(kWindowTokens, input.size() + options.tokens));
+  Model model(directory, options.executor, options.mode,
+              std::max(kWindowTokens, input.size() + options.tokens));
   const Config& config = model.config();
   if (tokenizer.vocab_size() > config.vocab) {
     Fail(kFormat, options.checkpoint, ": tokenizer.json has ids beyond vocab_size of config.json");

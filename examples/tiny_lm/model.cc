@@ -77,7 +77,8 @@ struct Loader {
   Linear LoadLinear(const std::string& name, size_t in, size_t out) {
     auto weights = espalier::LoadLinear(checkpoint, name).value();
     CheckSize(name, {weights.in_channels(), weights.out_channels()}, {in, out});
-    auto plan = espalier::LinearPlan::Create(weights, {.max_tokens = context_tokens, .executor = executor, .mode = mode});
+    auto plan = espalier::LinearPlan::Create(
+        weights, {.max_tokens = context_tokens, .executor = executor, .mode = mode});
     workspace_bytes = std::max(workspace_bytes, plan.value().workspace_bytes());
     return {std::move(weights), std::move(plan).value()};
   }
@@ -114,8 +115,8 @@ struct Loader {
 
 }  // namespace
 
-Model::Model(const std::filesystem::path& directory, const std::string& executor,
-             espalier::CpuMode mode, size_t context_tokens)
+Model::Model(const std::filesystem::path& directory, const std::string& executor, espalier::CpuMode mode,
+             size_t context_tokens)
     : context_tokens_(context_tokens) {
   // Opening reads headers only: what is wrong with the files is said before any weight is read.
   Loader loader{espalier::Checkpoint::Open(directory).value(), config_, executor, mode, context_tokens};

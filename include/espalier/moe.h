@@ -26,7 +26,8 @@ enum class IdType : uint8_t { kInt32, kInt64 };
 
 // What the cpu executor multiplies with (docs/architecture.md, numerics).
 //   exact  fp32 throughout; a row's bits do not depend on the other rows
-//   fast   mul1 as exact 16-bit weights with 16-bit activations, 3inst and mcg as bf16, where the processor has such
+//   fast   mul1 as exact 16-bit weights with 16-bit activations, 3inst and mcg as bf16, where the processor
+//   has such
 //          products; fp32 elsewhere
 //   int8   mul1 from three rows of an expert on with 8-bit weights and activations, the rest as in fast
 enum class CpuMode : uint8_t { kExact, kFast, kInt8 };

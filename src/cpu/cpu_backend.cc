@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The cpu executor: one algorithm (cpu/moe_engine.h), one table of kernels per instruction set, the best that the
-// machine has. ESPALIER_CPU_ISA forces another.
+// The cpu executor: one algorithm (cpu/moe_engine.h), one table of kernels per instruction set, the best that
+// the machine has. ESPALIER_CPU_ISA forces another.
 #include <espalier/backend.h>
 #include <fmt/format.h>
 

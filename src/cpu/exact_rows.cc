@@ -45,8 +45,8 @@ void FinishExact(const MatrixView& matrix, uint32_t out_block, int32_t exponent,
   }
 }
 
-int32_t BoundaryExact(const Activation& activation, const double* gate, const double* up,
-                      const uint16_t* suh, uint64_t valid, float* rotated) {
+int32_t BoundaryExact(const Activation& activation, const double* gate, const double* up, const uint16_t* suh,
+                      uint64_t valid, float* rotated) {
   double values[kBlockChannels] = {};
   for (uint64_t i = 0; i < valid; ++i) {
     values[i] = Activate(activation, gate[i], up[i]) * double{Fp16ToFloat(suh[i])};

@@ -6,8 +6,8 @@
 namespace espalier::cpu {
 namespace {
 
-// 8 steps of a panel. In native order they are put together first: a package that was loaded for this executor
-// is in panel order.
+// 8 steps of a panel. In native order they are put together first: a package that was loaded for this
+// executor is in panel order.
 const uint32_t* BlockCodes(const MatrixView& matrix, uint32_t panel, uint32_t block, std::byte* scratch) {
   const uint32_t first_row = block * kBlockSteps;
   if (matrix.order == CodeOrder::kPanels) {
@@ -48,8 +48,8 @@ void PackRow(const KernelTable& table, const GroupInputs& inputs, uint32_t row, 
   uint32_t run = 0;
   while (runs.First(run + 1) <= row) ++run;
   const uint32_t first = runs.First(run);
-  uint32_t* words = inputs.words + block * inputs.BlockStride() + uint64_t{first} * BlockWords(inputs.operand) +
-                    (row - first);
+  uint32_t* words = inputs.words + block * inputs.BlockStride() +
+                    uint64_t{first} * BlockWords(inputs.operand) + (row - first);
   const uint64_t place = block * inputs.rows + row;
   table.pack(inputs.operand, values, runs.Length(run), words, inputs.scales + place, inputs.starts + place);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Up to kGroupRows rows times 128 output channels of one matrix: the unit of work of FC1, FC2 and linears. The
-// weights of a group are decoded once.
+// Up to kGroupRows rows times 128 output channels of one matrix: the unit of work of FC1, FC2 and linears.
+// The weights of a group are decoded once.
 #ifndef ESPALIER_SRC_CPU_GROUP_PRODUCT_H_
 #define ESPALIER_SRC_CPU_GROUP_PRODUCT_H_
 

@@ -43,7 +43,7 @@ std::vector<const KernelTable*> FindTables() { return {&PortableTable()}; }
 }  // namespace
 
 std::string_view OperandName(Operand operand) {
-  static constexpr std::string_view names[kNumOperands] = {"fp32",  "bf16",         "bf16-halves",
+  static constexpr std::string_view names[kNumOperands] = {"fp32",  "fixed16",      "bf16-halves",
                                                            "int16", "int16-halves", "int8"};
   return names[static_cast<int>(operand)];
 }

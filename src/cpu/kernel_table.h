@@ -7,11 +7,14 @@
 // multiply instruction takes of that channel: one fp32 value, two 16-bit or four 8-bit ones. The activations
 // that meet them are packed so that one 32-bit word, broadcast, is the other factor:
 //   kFloat       value                                                         fp32 throughout
-//   kBf16        values of input channels 2i, 2i+1, each rounded to bf16
+//   kFixed16     values of input channels 2i, 2i+1 (3inst, mcg) in units of 2^-10, their two fp16 terms cut
+//   to
+//                bf16; activations of 13 bits
 //   kBf16Halves  the two fp16 terms of one value (3inst, mcg), each cut to bf16; the activation twice
 //   kInt16       byte sums (mul1) of input channels 2i, 2i+1, exact; activations of 16 bits
 //   kInt16Halves the sums of bytes 0, 1 and 2, 3 of one channel (mul1), exact; the activation twice
-//   kInt8        byte sums / 4 of four channels in the order 2i, 2i+8, 2i+1, 2i+9 of 16; activations of 8 bits
+//   kInt8        byte sums / 4 of four channels in the order 2i, 2i+8, 2i+1, 2i+9 of 16; activations of 8
+//   bits
 // Integer activations of one row and block share a scale.
 #ifndef ESPALIER_SRC_CPU_KERNEL_TABLE_H_
 #define ESPALIER_SRC_CPU_KERNEL_TABLE_H_
@@ -31,9 +34,10 @@ inline constexpr uint32_t kBlockChannels = kHadamardChannels;
 inline constexpr uint32_t kBlockSteps = kBlockChannels / kTileChannels;
 inline constexpr uint32_t kBlockPanels = kBlockChannels / kPanelChannels;
 
-enum class Operand : uint8_t { kFloat, kBf16, kBf16Halves, kInt16, kInt16Halves, kInt8 };
+enum class Operand : uint8_t { kFloat, kFixed16, kBf16Halves, kInt16, kInt16Halves, kInt8 };
 inline constexpr int kNumOperands = 6;
-std::string_view OperandName(Operand operand);  // "fp32", "bf16", "bf16-halves", "int16", "int16-halves", "int8"
+std::string_view OperandName(
+    Operand operand);  // "fp32", "fixed16", "bf16-halves", "int16", "int16-halves", "int8"
 
 inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
@@ -42,7 +46,7 @@ inline constexpr uint32_t kMaxFusedRows = 2;
 // 32-bit words of one row and block.
 constexpr uint32_t BlockWords(Operand operand) {
   switch (operand) {
-    case Operand::kBf16:
+    case Operand::kFixed16:
     case Operand::kInt16:
       return kBlockChannels / 2;
     case Operand::kInt8:

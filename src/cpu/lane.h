@@ -28,7 +28,8 @@ struct LaneLayout {
   uint64_t total_bytes = 0;
 };
 
-// For inputs of in_channels and groups of at most max_rows rows; `mid_blocks` blocks have scales of their own.
+// For inputs of in_channels and groups of at most max_rows rows; `mid_blocks` blocks have scales of their
+// own.
 
 class Lane {
  public:

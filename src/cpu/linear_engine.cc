@@ -44,7 +44,11 @@ class LinearChunk {
  public:
   LinearChunk(const KernelTable& table, const LinearPlan& plan, const PreparedLinear& linear,
               const LinearArgs& args, const LinearLayout& layout)
-      : table_(table), plan_(plan), args_(args), layout_(layout), matrix_(ViewOf(linear.matrix(), linear.slab())) {
+      : table_(table),
+        plan_(plan),
+        args_(args),
+        layout_(layout),
+        matrix_(ViewOf(linear.matrix(), linear.slab())) {
     rows_ = {.values = reinterpret_cast<float*>(At(layout.rows)),
              .exponents = reinterpret_cast<int32_t*>(At(layout.row_exponents)),
              .stored_channels = matrix_.in_channels};
@@ -116,16 +120,18 @@ void LinearChunk::Run(uint64_t first_token, uint64_t num_tokens) {
   const auto lanes = static_cast<uint64_t>(NumLanes(options.num_threads));
   for (uint64_t lane = 0; lane < lanes; ++lane) LaneAt(lane).state() = {};
   ParallelFor(options.pool.get(), options.num_threads, num_tokens, [&](uint64_t token) {
-    rows_.Load(token, options.input, args_.x, (first_token + token) * args_.x_row_stride, plan_.in_channels());
+    rows_.Load(token, options.input, args_.x, (first_token + token) * args_.x_row_stride,
+               plan_.in_channels());
   });
   const uint64_t blocks = (uint64_t{plan_.out_channels()} + kBlockChannels - 1) / kBlockChannels;
   const uint64_t groups = (num_tokens + kGroupRows - 1) / kGroupRows;
-  RunOnRanges(options.pool.get(), options.num_threads, groups * blocks, [&](uint64_t lane_index, uint64_t task) {
-    const auto begin = static_cast<uint32_t>(task / blocks * kGroupRows);
-    const auto count = static_cast<uint32_t>(std::min<uint64_t>(kGroupRows, num_tokens - begin));
-    Lane lane = LaneAt(lane_index);
-    RunBlock(begin, count, static_cast<uint32_t>(task % blocks), lane);
-  });
+  RunOnRanges(options.pool.get(), options.num_threads, groups * blocks,
+              [&](uint64_t lane_index, uint64_t task) {
+                const auto begin = static_cast<uint32_t>(task / blocks * kGroupRows);
+                const auto count = static_cast<uint32_t>(std::min<uint64_t>(kGroupRows, num_tokens - begin));
+                Lane lane = LaneAt(lane_index);
+                RunBlock(begin, count, static_cast<uint32_t>(task % blocks), lane);
+              });
 }
 
 }  // namespace

@@ -176,7 +176,8 @@ void MoeChunk::MakeGroups() {
 
 // Of the blocks of the group's segment.
 GroupInputs MoeChunk::MidInputs(const Group& group, const MatrixView& down) const {
-  const uint64_t first = uint64_t{group.begin} * layout_.expert_blocks + uint64_t{group.first_block} * group.count;
+  const uint64_t first =
+      uint64_t{group.begin} * layout_.expert_blocks + uint64_t{group.first_block} * group.count;
   return {.operand = table_.operand(plan_.options().mode, down.codebook, group.count),
           .rows = group.count,
           .words = reinterpret_cast<uint32_t*>(At(layout_.mid_words)) + first * kBlockChannels,
@@ -209,7 +210,8 @@ void MoeChunk::RunFc1(const Group& group, uint32_t block, Lane& lane) const {
   const uint64_t blocks = both[1].in_channels / kBlockChannels;
   GroupInputs inputs[2];
   for (int i = has_gate ? 0 : 1; i < 2; ++i)
-    inputs[i] = lane.Inputs(i, table_.operand(plan_.options().mode, both[i].codebook, group.count), group.count);
+    inputs[i] =
+        lane.Inputs(i, table_.operand(plan_.options().mode, both[i].codebook, group.count), group.count);
   const bool shared = has_gate && both[0].suh == both[1].suh && inputs[0].operand == inputs[1].operand;
   if (shared) inputs[1] = inputs[0];
   // A thread mostly walks through the blocks of one group.
@@ -217,7 +219,8 @@ void MoeChunk::RunFc1(const Group& group, uint32_t block, Lane& lane) const {
     lane.state().group = &group;
     for (int i = shared || !has_gate ? 1 : 0; i < 2; ++i) {
       Rotate(group, both[i], inputs[i]);
-      for (uint32_t row = 0; row < group.count; ++row) lane.offsets(i)[row] = SumOffset(inputs[i], row, blocks);
+      for (uint32_t row = 0; row < group.count; ++row)
+        lane.offsets(i)[row] = SumOffset(inputs[i], row, blocks);
     }
     if (shared) std::copy_n(lane.offsets(1), group.count, lane.offsets(0));
   }
@@ -229,8 +232,8 @@ void MoeChunk::RunFc1(const Group& group, uint32_t block, Lane& lane) const {
     Boundary(group, block, row, has_gate ? &both[0] : nullptr, both[1], down, lane);
 }
 
-// Rotated inputs of FC2 of one row and block: H128(act(g, u) * suh), scaled by a power of two of their own where
-// they are not in the safe range.
+// Rotated inputs of FC2 of one row and block: H128(act(g, u) * suh), scaled by a power of two of their own
+// where they are not in the safe range.
 void MoeChunk::Boundary(const Group& group, uint32_t block, uint32_t row, const MatrixView* gate,
                         const MatrixView& up, const MatrixView& down, Lane& lane) const {
   const Activation& activation = plan_.geometry().activation;
@@ -248,8 +251,8 @@ void MoeChunk::Boundary(const Group& group, uint32_t block, uint32_t row, const 
       table_.finish(sums[0], lane.offsets(0)[row], gate->svh + first,
                     gate->bias != nullptr ? gate->bias + first : nullptr, values[0]);
     }
-    table_.finish(sums[1], lane.offsets(1)[row], up.svh + first, up.bias != nullptr ? up.bias + first : nullptr,
-                  values[1]);
+    table_.finish(sums[1], lane.offsets(1)[row], up.svh + first,
+                  up.bias != nullptr ? up.bias + first : nullptr, values[1]);
     for (auto& channels : values) std::fill(channels + valid, channels + kBlockChannels, 0.0f);
     const float largest = table_.activate(activation, values[0], values[1], down.suh + first, mid);
     if (!(largest < kLeastSafe || largest >= kMostSafe) || !std::isfinite(largest)) {
@@ -298,7 +301,8 @@ void MoeChunk::AddToRows(const Group& group, const MatrixView& down, uint32_t ou
     const float offset = SumOffset(inputs, row, blocks);
     if (!exact() && !scaled) {
       alignas(64) float values[kBlockChannels];
-      table_.finish(sums, offset, down.svh + first, down.bias != nullptr ? down.bias + first : nullptr, values);
+      table_.finish(sums, offset, down.svh + first, down.bias != nullptr ? down.bias + first : nullptr,
+                    values);
       table_.accumulate(weight, values, y);
       continue;
     }
@@ -335,8 +339,8 @@ void MoeChunk::Store(uint64_t token) const {
     for (uint32_t i = 0; i < geometry.hidden_channels; ++i)
       row[i] = static_cast<float>(row[i] * geometry.output_scale);
   }
-  StoreRow(options.output, args_.y, (first_token_ + token) * args_.y_row_stride, geometry.hidden_channels, row,
-           args_.accumulate);
+  StoreRow(options.output, args_.y, (first_token_ + token) * args_.y_row_stride, geometry.hidden_channels,
+           row, args_.accumulate);
 }
 
 void MoeChunk::Run(uint64_t first_token, uint64_t num_tokens) {
@@ -354,13 +358,14 @@ void MoeChunk::Run(uint64_t first_token, uint64_t num_tokens) {
                geometry.hidden_channels);
   });
   const uint64_t max_blocks = experts_.max_intermediate_channels() / kBlockChannels;
-  RunOnRanges(options.pool.get(), options.num_threads, groups_.size() * max_blocks, [&](uint64_t lane_index, uint64_t task) {
-    const Group& group = groups_[task / max_blocks];
-    const auto block = static_cast<uint32_t>(task % max_blocks);
-    if (block >= ValidBlocks(experts_.segments()[group.segment])) return;
-    Lane lane = LaneAt(lane_index);
-    RunFc1(group, block, lane);
-  });
+  RunOnRanges(options.pool.get(), options.num_threads, groups_.size() * max_blocks,
+              [&](uint64_t lane_index, uint64_t task) {
+                const Group& group = groups_[task / max_blocks];
+                const auto block = static_cast<uint32_t>(task % max_blocks);
+                if (block >= ValidBlocks(experts_.segments()[group.segment])) return;
+                Lane lane = LaneAt(lane_index);
+                RunFc1(group, block, lane);
+              });
   const uint64_t hidden_blocks = (uint64_t{geometry.hidden_channels} + kBlockChannels - 1) / kBlockChannels;
   const uint64_t tasks =
       pack_.num_packed_routes <= kStreamedRoutes ? std::min(lanes, hidden_blocks) : hidden_blocks;

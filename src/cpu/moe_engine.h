@@ -2,7 +2,8 @@
 //
 // The routed experts of a layer on the host. Tokens are taken in chunks. Per chunk:
 //   load   every row of x as fp32, scaled by a power of two where its range asks for it
-//   FC1    a task is (group of up to 64 routes of one segment, 128 intermediate channels): rotate and pack the
+//   FC1    a task is (group of up to 64 routes of one segment, 128 intermediate channels): rotate and pack
+//   the
 //          inputs, unless the thread just had the same group; multiply, activate, rotate, pack
 //   FC2    a task is 128 hidden channels: all experts in order, added up into the block of every row
 //   store  one rounding

@@ -10,10 +10,13 @@ struct VectorAvx512Bf16 : VectorAvx512Vnni {
     ESPALIER_INTO("vdpbf16ps", sum, weights, input);
     return sum;
   }
-  // The dot product with ones is an exact sum and one instruction.
-  static ESPALIER_INLINE Int SumOfHalves(Int halves) { return DotBf16(Set(0), halves, Set(0x3F803F80u)); }
-  static ESPALIER_INLINE Int Bf16Pair(Int first, Int second) {
-    return _mm512_ternarylogic_epi32(ShiftRight<16>(first), second, Set(0xFFFF0000u), 0xF8);
+  // Added to 1.5 * 2^13, whose last bit is worth 2^-10, the two terms leave their sum in the low bits: one
+  // instruction adds and converts.
+  static ESPALIER_INLINE Int FixedSum(Int halves) {
+    return DotBf16(Set(__builtin_bit_cast(uint32_t, 12288.0f)), halves, Set(0x3F803F80u));
+  }
+  static ESPALIER_INLINE Int LowPair(Int first, Int second) {
+    return _mm512_mask_blend_epi16(0xAAAAAAAAu, first, ShiftLeft<16>(second));
   }
 };
 
@@ -22,12 +25,12 @@ constexpr uint32_t kPairRows = kMaxFusedRows + 1;
 
 Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t rows) {
   if (mode == CpuMode::kExact || codebook == Codebook::kMul1) return OperandWithInt8(mode, codebook, rows);
-  return rows < kPairRows ? Operand::kBf16Halves : Operand::kBf16;
+  return rows < kPairRows ? Operand::kBf16Halves : Operand::kFixed16;
 }
 
 template <Codebook kCodebook>
 void FillBf16(KernelTable& table) {
-  FillDecode<VectorAvx512Bf16, Operand::kBf16, kCodebook>(table);
+  FillDecode<VectorAvx512Bf16, Operand::kFixed16, kCodebook>(table);
   FillDecode<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook>(table);
   FillFused<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook>(table);
 }
@@ -42,7 +45,7 @@ const KernelTable& Avx512Bf16Table() {
     FillMultiply<VectorAvx512Bf16, Operand::kInt8>(filled);
     FillBf16<Codebook::k3Inst>(filled);
     FillBf16<Codebook::kMcg>(filled);
-    FillMultiply<VectorAvx512Bf16, Operand::kBf16>(filled);
+    FillMultiply<VectorAvx512Bf16, Operand::kFixed16>(filled);
     FillMultiply<VectorAvx512Bf16, Operand::kBf16Halves>(filled);
     filled.name = "avx512-bf16";
     filled.operand = ChooseOperand;

@@ -55,7 +55,9 @@ struct VectorPortable {
   static ESPALIER_INLINE Int ShiftRightSigned(Int v) {
     return reinterpret_cast<Int>(reinterpret_cast<SignedInt>(v) >> n);
   }
-  static ESPALIER_INLINE Int PreviousGroup(Int v) { return __builtin_shufflevector(v, v, 7, 0, 1, 2, 3, 4, 5, 6); }
+  static ESPALIER_INLINE Int PreviousGroup(Int v) {
+    return __builtin_shufflevector(v, v, 7, 0, 1, 2, 3, 4, 5, 6);
+  }
   static ESPALIER_INLINE Int Straddle(Int before, Int word) { return before << 16 | word >> 16; }
   template <int n>
   static ESPALIER_INLINE Int StraddleRight(Int straddle) {

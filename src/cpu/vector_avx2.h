@@ -59,8 +59,8 @@ struct VectorAvx2 {
     return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6));
   }
   static ESPALIER_INLINE Int Straddle(Int before, Int word) {
-    const Int halves = _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3, 0, 1, 6, 7, 4, 5,
-                                        10, 11, 8, 9, 14, 15, 12, 13);
+    const Int halves = _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3, 0, 1, 6,
+                                        7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     return _mm256_shuffle_epi8(_mm256_blend_epi16(before, word, 0xAA), halves);
   }
   template <int n>
@@ -71,7 +71,9 @@ struct VectorAvx2 {
   static ESPALIER_INLINE Int ByteSums(Int words) {
     return _mm256_madd_epi16(ByteHalves(words), _mm256_set1_epi16(1));
   }
-  static ESPALIER_INLINE Int ByteHalves(Int words) { return _mm256_maddubs_epi16(words, _mm256_set1_epi8(1)); }
+  static ESPALIER_INLINE Int ByteHalves(Int words) {
+    return _mm256_maddubs_epi16(words, _mm256_set1_epi8(1));
+  }
   static ESPALIER_INLINE Int ByteSumPair(Int first, Int second) {
     return Or(ByteSums(first), ShiftLeft<16>(ByteSums(second)));
   }
@@ -110,8 +112,8 @@ struct VectorAvx2 {
     return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static ESPALIER_INLINE void StoreLow16(uint32_t* to, Int v) {
-    const Int order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5, 8, 9, 12,
-                                       13, -1, -1, -1, -1, -1, -1, -1, -1);
+    const Int order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5,
+                                       8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
     const Int packed = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, order), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
   }

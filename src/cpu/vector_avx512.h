@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// 16 lanes: AVX-512 F, BW, DQ and VL, as every such processor but Knights Landing has them. What VNNI and BF16 add is
-// in the files that are compiled for them.
+// 16 lanes: AVX-512 F, BW, DQ and VL, as every such processor but Knights Landing has them. What VNNI and
+// BF16 add is in the files that are compiled for them.
 #ifndef ESPALIER_SRC_CPU_VECTOR_AVX512_H_
 #define ESPALIER_SRC_CPU_VECTOR_AVX512_H_
 
@@ -57,7 +57,8 @@ struct VectorAvx512 {
     return _mm512_srai_epi16(v, n);
   }
   static ESPALIER_INLINE Int PreviousGroup(Int v) {
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6, 15, 8, 9, 10, 11, 12, 13, 14), v);
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6, 15, 8, 9, 10, 11, 12, 13, 14),
+                                    v);
   }
   // A blend and a rotation: both run beside the multiplications, which a double shift would not.
   static ESPALIER_INLINE Int Straddle(Int before, Int word) {
@@ -71,7 +72,9 @@ struct VectorAvx512 {
   static ESPALIER_INLINE Int ByteSums(Int words) {
     return _mm512_madd_epi16(ByteHalves(words), _mm512_set1_epi16(1));
   }
-  static ESPALIER_INLINE Int ByteHalves(Int words) { return _mm512_maddubs_epi16(words, _mm512_set1_epi8(1)); }
+  static ESPALIER_INLINE Int ByteHalves(Int words) {
+    return _mm512_maddubs_epi16(words, _mm512_set1_epi8(1));
+  }
   static ESPALIER_INLINE Int ByteSumPair(Int first, Int second) {
     const Int zero = _mm512_setzero_si512();
     return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_dbsad_epu8(first, zero, 0),

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels of cpu/kernel_table.h for a vector unit `V`: one algorithm, written once. Included by one file per
-// instruction set, which is compiled for it and gives V:
+// The kernels of cpu/kernel_table.h for a vector unit `V`: one algorithm, written once. Included by one file
+// per instruction set, which is compiled for it and gives V:
 //   kLanes                          32-bit lanes, 8 or 16
 //   Int, Float                      vectors of integers and floats
 //   Load, Store, Set, SetFloat      unaligned access; one value in all lanes
 //   And, Or, Xor, Add, Multiply     on 32-bit lanes; ShiftRight<n>, ShiftLeft<n>, ShiftRightSigned<n>,
 //                                   ShiftRightSigned16<n> (16-bit lanes), AndXor(a, b, c) = (a & b) ^ c
 //   PreviousGroup                   lane i of every 8 gets lane i - 1, lane 0 lane 7
-//   Straddle(before, word)          what StraddleRight shifts: the low half of `before`, then the high half of
+//   Straddle(before, word)          what StraddleRight shifts: the low half of `before`, then the high half
+//   of
 //                                   `word`; StraddleRight<n> gives its bits n and up, with junk above bit 15
 //   ByteSums, ByteSumPair, ...      see the kernels
 // Everything here is in an unnamed namespace and calls no inline function of another header: a function that
@@ -29,8 +30,8 @@ namespace {
 constexpr uint32_t kStepLanes = 32;  // words of a row of a panel step is 16; of a vector of weights 32
 constexpr uint32_t kPrefetchBytes = 4096;
 
-// f.template operator()<0>() to <count - 1>(). Not a loop: g++ 12 unrolls loops after it has decided which arrays
-// may live in registers, and keeps the sums of a product in memory.
+// f.template operator()<0>() to <count - 1>(). Not a loop: g++ 12 unrolls loops after it has decided which
+// arrays may live in registers, and keeps the sums of a product in memory.
 template <int... kIndices, class F>
 ESPALIER_INLINE void UnrollOf(std::integer_sequence<int, kIndices...>, const F& f) {
   (f.template operator()<kIndices>(), ...);
@@ -43,8 +44,8 @@ ESPALIER_INLINE void Unroll(const F& f) {
 
 // ---- States ----------------------------------------------------------------------------------------------
 
-// The words of one step: 32 successive states of 8 output channels and of the 8 beside them, in 16 lanes. With
-// fewer lanes a step is taken in two parts, one per tile.
+// The words of one step: 32 successive states of 8 output channels and of the 8 beside them, in 16 lanes.
+// With fewer lanes a step is taken in two parts, one per tile.
 template <class V, int kBits>
 struct Step {
   typename V::Int words[kBits];
@@ -123,8 +124,7 @@ ESPALIER_INLINE typename V::Float Value(typename V::Int state) {
     const typename V::Float sum = V::ToFloat(V::ByteSums(word));
     return V::RoundToFp16(V::Fma(sum, V::SetFloat(1774 * kUnit), V::SetFloat(-905216 * kUnit)));
   } else {
-    return V::RoundToFp16(
-        V::AddFloat(UpperTerm<V>(word), UpperTerm<V>(V::template ShiftLeft<16>(word))));
+    return V::RoundToFp16(V::AddFloat(UpperTerm<V>(word), UpperTerm<V>(V::template ShiftLeft<16>(word))));
   }
 }
 
@@ -134,8 +134,8 @@ template <Operand kOperand, Codebook kCodebook, class V>
 ESPALIER_INLINE typename V::Int PairOperand(typename V::Int first, typename V::Int second) {
   const typename V::Int a = Scramble<kCodebook, V>(first);
   const typename V::Int b = Scramble<kCodebook, V>(second);
-  if constexpr (kOperand == Operand::kBf16) {
-    return V::Bf16Pair(V::SumOfHalves(Bf16Halves<V>(a)), V::SumOfHalves(Bf16Halves<V>(b)));
+  if constexpr (kOperand == Operand::kFixed16) {
+    return V::LowPair(V::FixedSum(Bf16Halves<V>(a)), V::FixedSum(Bf16Halves<V>(b)));
   } else {
     return V::ByteSumPair(a, b);
   }
@@ -152,38 +152,33 @@ ESPALIER_INLINE typename V::Int SingleOperand(typename V::Int state) {
   }
 }
 
-// f.template operator()<word, half>(vector): every vector of weights of a step; `word` counts the activations'
-// words in a tile.
+// f.template operator()<word, half>(vector): every vector of weights of a step; `word` counts the
+// activations' words in a tile.
 template <Operand kOperand, Codebook kCodebook, class V, class S, class F>
 ESPALIER_INLINE void ForOperands(const S& step, const F& f) {
   if constexpr (kOperand == Operand::kInt8) {
     typename V::Int low = V::Set(0);
-    ForPairs(step, [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second)
-                       ESPALIER_LAMBDA_INLINE {
-                         const typename V::Int sums =
-                             PairOperand<Operand::kInt16, kCodebook, V>(first, second);
-                         // Pairs 0 .. 3 come just before the pairs 4 .. 7 of the same output channels.
-                         if constexpr (kPair < 4) {
-                           low = V::template ShiftRight<2>(sums);
-                         } else {
-                           f.template operator()<kPair - 4, kHalf>(
-                               V::MergeBytes(low, V::template ShiftLeft<6>(sums)));
-                         }
-                       });
-  } else if constexpr (kOperand == Operand::kBf16 || kOperand == Operand::kInt16) {
-    ForPairs(step, [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second)
-                       ESPALIER_LAMBDA_INLINE {
-                         f.template operator()<kPair, kHalf>(
-                             PairOperand<kOperand, kCodebook, V>(first, second));
-                       });
+    ForPairs(step,
+             [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second) ESPALIER_LAMBDA_INLINE {
+               const typename V::Int sums = PairOperand<Operand::kInt16, kCodebook, V>(first, second);
+               // Pairs 0 .. 3 come just before the pairs 4 .. 7 of the same output channels.
+               if constexpr (kPair < 4) {
+                 low = V::template ShiftRight<2>(sums);
+               } else {
+                 f.template operator()<kPair - 4, kHalf>(V::MergeBytes(low, V::template ShiftLeft<6>(sums)));
+               }
+             });
+  } else if constexpr (kOperand == Operand::kFixed16 || kOperand == Operand::kInt16) {
+    ForPairs(step,
+             [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second) ESPALIER_LAMBDA_INLINE {
+               f.template operator()<kPair, kHalf>(PairOperand<kOperand, kCodebook, V>(first, second));
+             });
   } else {
-    ForPairs(step, [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second)
-                       ESPALIER_LAMBDA_INLINE {
-                         f.template operator()<2 * kPair, kHalf>(
-                             SingleOperand<kOperand, kCodebook, V>(first));
-                         f.template operator()<2 * kPair + 1, kHalf>(
-                             SingleOperand<kOperand, kCodebook, V>(second));
-                       });
+    ForPairs(step,
+             [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second) ESPALIER_LAMBDA_INLINE {
+               f.template operator()<2 * kPair, kHalf>(SingleOperand<kOperand, kCodebook, V>(first));
+               f.template operator()<2 * kPair + 1, kHalf>(SingleOperand<kOperand, kCodebook, V>(second));
+             });
   }
 }
 
@@ -194,11 +189,10 @@ void DecodePanelBlock(const uint32_t* codes, uint32_t* weights) {
     for (uint32_t part = 0; part < 16; part += V::kLanes) {
       Step<V, kBits> step;
       step.Read(codes + part);
-      ForOperands<kOperand, kCodebook, V>(step, [&]<int kWord, int kHalf>(typename V::Int vector)
-                                                    ESPALIER_LAMBDA_INLINE {
-                                                      V::Store(weights + kWord * kStepLanes + kHalf * 16 + part,
-                                                               vector);
-                                                    });
+      ForOperands<kOperand, kCodebook, V>(
+          step, [&]<int kWord, int kHalf>(typename V::Int vector) ESPALIER_LAMBDA_INLINE {
+            V::Store(weights + kWord * kStepLanes + kHalf * 16 + part, vector);
+          });
     }
     // The next block, which is wanted after the products with this one.
     for (int i = 0; i < kBits; ++i)
@@ -212,8 +206,7 @@ void DecodePanelBlock(const uint32_t* codes, uint32_t* weights) {
 
 template <Operand kOperand, class V>
 struct Sums {
-  static constexpr bool kIsFloat =
-      kOperand == Operand::kFloat || kOperand == Operand::kBf16 || kOperand == Operand::kBf16Halves;
+  static constexpr bool kIsFloat = kOperand == Operand::kFloat || kOperand == Operand::kBf16Halves;
 
   // A sum is kept as an integer vector; floats are the same bits.
   static ESPALIER_INLINE typename V::Int Start(int32_t start) {
@@ -393,14 +386,15 @@ void RotateRow(const float* x, const uint16_t* suh, float* rotated) {
 }
 
 // Cutting shrinks the values of 3inst and mcg; this much on average, as the best factor over all states says.
-constexpr float kBf16HalvesScale = 1.0021f;
-constexpr float kBf16Scale = 1.0041f;
+constexpr float kCutTermsScale = 1.0021f;
+// 128 products of the largest weights (510 from the middle; 4094) stay below 2^31.
 constexpr float kInt16Limit = 32767;
+constexpr float kFixed16Limit = 4095;
 constexpr float kInt8Limit = 127;
 constexpr float kMul1Unit = 1774.0f / (1 << 18);
 
-// Integer activations: the largest magnitude becomes the limit. A block that is not finite has no integers; its
-// scale is NaN and makes every sum NaN.
+// Integer activations: the largest magnitude becomes the limit. A block that is not finite has no integers;
+// its scale is NaN and makes every sum NaN.
 template <class V>
 ESPALIER_INLINE void Quantize(const Block<V>& block, float limit, int32_t middle, float unit, float* scale,
                               int32_t* start, typename V::Int* integers) {
@@ -421,16 +415,11 @@ ESPALIER_INLINE void Quantize(const Block<V>& block, float limit, int32_t middle
 }
 
 template <class V>
-ESPALIER_INLINE void PackBf16(const Block<V>& block, bool twice, uint32_t* words) {
+ESPALIER_INLINE void PackBf16Twice(const Block<V>& block, uint32_t* words) {
   if constexpr (requires { V::UpperBf16(block.v[0]); }) {
     for (uint32_t i = 0; i < Block<V>::kVectors; ++i) {
-      const typename V::Int rounded = V::UpperBf16(block.v[i]);
-      const typename V::Int low = V::template ShiftRight<16>(rounded);
-      if (twice) {
-        V::Store(words + i * V::kLanes, V::Or(rounded, low));
-      } else {
-        V::StoreLow16(words + i * V::kLanes / 2, low);
-      }
+      const typename V::Int upper = V::UpperBf16(block.v[i]);
+      V::Store(words + i * V::kLanes, V::Or(upper, V::template ShiftRight<16>(upper)));
     }
   }
 }
@@ -469,10 +458,13 @@ void PackBlock(Operand operand, const float* values, uint64_t stride, uint32_t* 
     case Operand::kFloat:
       block.Store(reinterpret_cast<float*>(packed));
       break;
-    case Operand::kBf16:
     case Operand::kBf16Halves:
-      *scale = operand == Operand::kBf16 ? kBf16Scale : kBf16HalvesScale;
-      PackBf16<V>(block, operand == Operand::kBf16Halves, packed);
+      *scale = kCutTermsScale;
+      PackBf16Twice<V>(block, packed);
+      break;
+    case Operand::kFixed16:
+      Quantize<V>(block, kFixed16Limit, 0, kCutTermsScale / 1024, scale, start, integers);
+      PackInt16<V>(integers, false, packed);
       break;
     case Operand::kInt16:
     case Operand::kInt16Halves:
@@ -506,7 +498,8 @@ void FinishRow(const float* sums, float offset, const uint16_t* svh, const uint1
 // e^x for x <= 0, to 2 ulp; NaN stays NaN.
 template <class V>
 ESPALIER_INLINE typename V::Float ExpOfNegative(typename V::Float x) {
-  const typename V::Float clamped = V::Max(V::SetFloat(-87.0f), x);  // NaN comes through in the second operand
+  const typename V::Float clamped =
+      V::Max(V::SetFloat(-87.0f), x);  // NaN comes through in the second operand
   const typename V::Float n = V::Round(V::MultiplyFloat(clamped, V::SetFloat(1.44269504088896341f)));
   typename V::Float r = V::Fma(n, V::SetFloat(-0.693359375f), clamped);
   r = V::Fma(n, V::SetFloat(2.12194440e-4f), r);
@@ -550,7 +543,8 @@ ESPALIER_INLINE typename V::Float ActivateVector(const Activation& a, typename V
       return V::MultiplyFloat(V::MultiplyFloat(g, SigmoidOf<V>(g)), u);
     case ActivationKind::kGelu: {
       const Float cube = V::MultiplyFloat(V::MultiplyFloat(g, g), g);
-      const Float inner = V::MultiplyFloat(V::SetFloat(0.797884560803f), V::Fma(cube, V::SetFloat(0.044715f), g));
+      const Float inner =
+          V::MultiplyFloat(V::SetFloat(0.797884560803f), V::Fma(cube, V::SetFloat(0.044715f), g));
       const Float half = V::MultiplyFloat(V::SetFloat(0.5f), g);
       return V::MultiplyFloat(V::MultiplyFloat(half, V::AddFloat(V::SetFloat(1), TanhOf<V>(inner))), u);
     }
@@ -581,7 +575,8 @@ float ActivateRow(const Activation& activation, const float* gate, const float* 
                   float* values) {
   Block<V> block;
   for (uint32_t i = 0; i < Block<V>::kVectors; ++i) {
-    block.v[i] = ActivateVector<V>(activation, V::LoadFloat(gate + i * V::kLanes), V::LoadFloat(up + i * V::kLanes));
+    block.v[i] =
+        ActivateVector<V>(activation, V::LoadFloat(gate + i * V::kLanes), V::LoadFloat(up + i * V::kLanes));
   }
   block.Times(suh);
   block.Store(values);
@@ -607,7 +602,7 @@ void FillDecode(KernelTable& table) {
 template <class V, Operand kOperand, Codebook kCodebook>
 void FillFused(KernelTable& table) {
   auto& fused = table.fused[static_cast<int>(kCodebook)];
-#define ESPALIER_BITS(bits)                                       \
+#define ESPALIER_BITS(bits)                                        \
   fused[bits][1] = MultiplyCodes<V, kOperand, kCodebook, bits, 1>; \
   fused[bits][2] = MultiplyCodes<V, kOperand, kCodebook, bits, 2>;
 #include <espalier/formats.def>
