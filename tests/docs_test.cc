@@ -198,10 +198,11 @@ std::vector<Example> ExamplesOf(const std::string& text) {
   return examples;
 }
 
-// Measured reals (times, errors) differ from machine to machine: each becomes '#', and the blanks beside it,
-// which depend on its width, become one. Whole numbers stay; blanks at the end of a line do not.
+// Measured reals (times, errors) differ from machine to machine: each becomes '#' with the unit of bytes
+// behind it, as memory of the threads may, and the blanks beside it, which depend on its width, become one.
+// Whole numbers stay; blanks at the end of a line do not.
 std::string WithoutReals(const std::string& line) {
-  static const std::regex kReal(R"( *-?[0-9]+(\.[0-9]+(e[-+]?[0-9]+)?|e[-+]?[0-9]+))");
+  static const std::regex kReal(R"( *-?[0-9]+(\.[0-9]+(e[-+]?[0-9]+)?|e[-+]?[0-9]+)( [KMG]iB)?)");
   std::string text = std::regex_replace(line, kReal, " #");
   while (text.ends_with(' ')) text.pop_back();
   return text;
@@ -276,6 +277,8 @@ TEST(DocsMatching, ComparesAllButReals) {
   EXPECT_TRUE(Matches({"a 1 0.5", "...", "z"}, 0, {"a 1 0.75e-3", "b", "c", "z"}, 0));
   EXPECT_TRUE(Matches({"...", "z"}, 0, {"z"}, 0));
   EXPECT_FALSE(Matches({"a 1 0.5"}, 0, {"a 2 0.5"}, 0));
+  EXPECT_TRUE(Matches({"a  64.00 KiB  b"}, 0, {"a 1.00 MiB  b"}, 0));
+  EXPECT_FALSE(Matches({"a 64 KiB"}, 0, {"a 1 MiB"}, 0));
   EXPECT_FALSE(Matches({"a"}, 0, {"a", "b"}, 0));
   EXPECT_FALSE(Matches({"a", "b"}, 0, {"a"}, 0));
   EXPECT_FALSE(Matches({"rel 0.5"}, 0, {"rel nan"}, 0));

@@ -23,8 +23,10 @@ constexpr uint64_t kMinScratchBytes = uint64_t{64} << 10;
 // A copy of a window takes longer than its call, and a smaller part of what reading it takes: so one window a
 // thread is enough, and the other threads read meanwhile.
 constexpr uint64_t kMaxDeviceWindowBytes = uint64_t{4} << 20;
-// Bytes stay in the cache from the read to the permutation, and a read still costs more than its call.
-constexpr uint64_t kMaxPanelWindowBytes = uint64_t{1} << 20;
+// Bytes stay in a core's cache from the read to the permutation, and a read still costs more than its call.
+// With 2 threads out of the page cache 4.3 GB take 0.49 s, straight to their place 0.33 s; 128 KiB to 1 MiB
+// are alike.
+constexpr uint64_t kMaxPanelWindowBytes = uint64_t{512} << 10;
 constexpr uint64_t kPageBytes = 4096;
 constexpr int kMaxLanes = 4096;
 constexpr uint16_t kFp16One = 0x3C00;
