@@ -67,7 +67,7 @@ TEST(ParallelTest, RangesAreDisjointAndCoverTheCount) {
   } context;
   constexpr uint64_t kCount = 10007;
   ParallelForRanges(
-      4, kCount, 10,
+      nullptr, 4, kCount, 10,
       [](const void* raw, uint64_t begin, uint64_t end) {
         auto& seen = *static_cast<Context*>(const_cast<void*>(raw));
         const std::lock_guard lock(seen.mutex);

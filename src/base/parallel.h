@@ -38,12 +38,6 @@ void ParallelFor(ThreadPool* pool, int num_threads, uint64_t count, const Functi
 }
 
 // On the default pool.
-inline void ParallelForRanges(int num_threads, uint64_t count, uint64_t grain,
-                              void (*function)(const void* context, uint64_t begin, uint64_t end),
-                              const void* context) {
-  ParallelForRanges(nullptr, num_threads, count, grain, function, context);
-}
-
 template <typename Function>
 void ParallelFor(int num_threads, uint64_t count, const Function& function, uint64_t grain = 1) {
   ParallelFor(nullptr, num_threads, count, function, grain);
