@@ -1,44 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One thread decoding blocks of 128 x 128 weights: weights a second for every codebook and bit rate.
-// The codes of a run (2048 x 2048 weights) do not fit in the second-level cache, a layer's never do.
+// One thread decoding blocks of 128 x 32 weights by every table of kernels that this machine has: weights a second
+// for every codebook, bit rate and operand. The codes of a run (2048 x 2048 weights) do not fit in the second-level
+// cache, a layer's never do.
 #include <benchmark/benchmark.h>
-#include <espalier/moe.h>
 #include <fmt/format.h>
 
+#include <random>
 #include <vector>
 
 #include "bench/provenance.h"
-#include "cpu/kernels.h"
-#include "support/random_experts.h"
+#include "cpu/kernel_table.h"
 
 namespace espalier {
 namespace {
 
-constexpr uint32_t kChannels = 2048;
+constexpr uint64_t kWeights = 2048 * 2048;
+constexpr uint64_t kBlockWeights = uint64_t{cpu::kBlockChannels} * kPanelChannels;
 
-void DecodeBlocks(benchmark::State& state, Codebook codebook, int bits) {
-  const PreparedLinear linear =
-      test::MakeLinear(kChannels, kChannels, 0, 0, {.bits = bits, .codebook = codebook}, 1);
-  const MatrixView matrix = ViewOf(linear.matrix(), linear.slab());
-  std::vector<float> weights(kBlockWeights);
-  constexpr uint32_t kBlocks = kChannels / kBlockChannels;
-  uint32_t block = 0;
+void DecodeBlocks(benchmark::State& state, cpu::KernelTable::Decode decode, int bits) {
+  std::mt19937 random(1);
+  // Decoding fetches the block behind the last one.
+  std::vector<uint32_t> codes((kWeights + kBlockWeights) / 32 * static_cast<uint64_t>(bits));
+  for (uint32_t& word : codes) word = random();
+  std::vector<uint32_t> weights(kBlockWeights);
+  uint64_t block = 0;
   for (auto _ : state) {
-    DecodeBlock(matrix, block / kBlocks, block % kBlocks, weights.data());
+    decode(codes.data() + block * kBlockWeights / 32 * static_cast<uint64_t>(bits), weights.data());
     benchmark::DoNotOptimize(weights.data());
     benchmark::ClobberMemory();
-    block = (block + 1) % (kBlocks * kBlocks);
+    block = (block + 1) % (kWeights / kBlockWeights);
   }
-  state.SetItemsProcessed(state.iterations() * int64_t{kBlockWeights});
+  state.SetItemsProcessed(state.iterations() * static_cast<int64_t>(kBlockWeights));
 }
 
 void RegisterAll() {
-  for (const CodebookInfo& info : AllCodebooks()) {
-#define ESPALIER_BITS(bits)                                                                         \
-  benchmark::RegisterBenchmark(fmt::format("decode/{}/K{}", info.name, bits).c_str(), DecodeBlocks, \
-                               info.codebook, bits);
+  for (const cpu::KernelTable* table : cpu::UsableTables()) {
+    for (const CodebookInfo& info : AllCodebooks()) {
+      for (int operand = 0; operand < cpu::kNumOperands; ++operand) {
+        const auto& decode = table->decode[operand][static_cast<int>(info.codebook)];
+#define ESPALIER_BITS(bits)                                                                                        \
+  if (decode[bits] != nullptr)                                                                                     \
+    benchmark::RegisterBenchmark(                                                                                  \
+        fmt::format("decode/{}/{}/{}/K{}", table->name, cpu::OperandName(static_cast<cpu::Operand>(operand)),      \
+                    info.name, bits)                                                                               \
+            .c_str(),                                                                                              \
+        DecodeBlocks, decode[bits], bits);
 #include <espalier/formats.def>
+      }
+    }
   }
 }
 

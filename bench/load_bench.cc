@@ -178,12 +178,14 @@ double Seconds(const Function& function) {
 struct Case {
   int tp = 1;
   bool hash = false;
+  CodeOrder order = CodeOrder::kPanels;
 };
 
 double LoadOnce(const std::filesystem::path& directory, const Case& c) {
   const Checkpoint checkpoint = Take(Checkpoint::Open(directory));
   const ExtentPlan plan = Take(ExtentPlan::Create(checkpoint, {.tp = c.tp}));
-  return Seconds([&] { Take(LoadExperts(checkpoint, plan, 0, c.tp - 1, {.hash = c.hash})); });
+  return Seconds(
+      [&] { Take(LoadExperts(checkpoint, plan, 0, c.tp - 1, {.hash = c.hash, .order = c.order})); });
 }
 
 // The same ranges as the rank's, row by row, one after the other into fresh memory; a run of rows in one
@@ -244,7 +246,8 @@ double ReadPlainly(const std::filesystem::path& directory, const Case& c) {
 void CheckBytes(const std::filesystem::path& directory, int tp) {
   const Checkpoint checkpoint = Take(Checkpoint::Open(directory));
   const ExtentPlan plan = Take(ExtentPlan::Create(checkpoint, {.tp = tp}));
-  const PreparedExperts experts = Take(LoadExperts(checkpoint, plan, 0, tp - 1));
+  const PreparedExperts experts =
+      Take(LoadExperts(checkpoint, plan, 0, tp - 1, {.order = CodeOrder::kNative}));
   for (uint32_t e = 0; e < experts.geometry().experts; e += 13) {
     for (int p = 0; p < kNumProjections; ++p) {
       const MatrixDesc& desc = experts.ExpertSegments(e)[0].matrices[p];
@@ -271,7 +274,7 @@ double Median(std::vector<double> values) {
 bool Report(const std::filesystem::path& directory, const Case& c) {
   const Checkpoint checkpoint = Take(Checkpoint::Open(directory));
   const ExtentPlan plan = Take(ExtentPlan::Create(checkpoint, {.tp = c.tp}));
-  const LoadSizes sizes = Take(SizeExperts(checkpoint, plan, 0, c.tp - 1));
+  const LoadSizes sizes = Take(SizeExperts(checkpoint, plan, 0, c.tp - 1, {.order = c.order}));
   std::vector<double> load, plain;
   uint64_t read_bytes = 0, peak_bytes = 0;
   for (int i = 0; i < kSamples; ++i) {  // in turns, so that both see the same machine
@@ -287,7 +290,8 @@ bool Report(const std::filesystem::path& directory, const Case& c) {
   const double extra = static_cast<double>(payload_read) / static_cast<double>(sizes.read_bytes) - 1;
   const double share = Median(plain) / Median(load);
   const double gb = static_cast<double>(sizes.read_bytes) / 1e9;
-  fmt::print("tp {}, rank {}{}: owned {} bytes, slab {}\n", c.tp, c.tp - 1, c.hash ? ", with SHA-256" : "",
+  fmt::print("tp {}, rank {}, {}{}: owned {} bytes, slab {}\n", c.tp, c.tp - 1,
+             c.order == CodeOrder::kPanels ? "panels" : "native order", c.hash ? ", with SHA-256" : "",
              sizes.read_bytes, sizes.table.slab_bytes());
   fmt::print("  load   s: {:.3f}  median {:.3f}, {:.2f} GB/s\n", fmt::join(load, " "), Median(load),
              gb / Median(load));
@@ -312,8 +316,10 @@ int Main(int argc, char** argv) {
   for (const int tp : {1, 8}) CheckBytes(directory, tp);
   fmt::print("bytes: right at tp 1 and 8\n");
   bool passed = true;
-  for (const Case& c : {Case{1}, Case{2}, Case{4}, Case{8}, Case{1, true}})
-    passed = Report(directory, c) && passed;
+  for (const CodeOrder order : {CodeOrder::kPanels, CodeOrder::kNative}) {
+    for (const auto& [tp, hash] : {std::pair{1, false}, {2, false}, {4, false}, {8, false}, {1, true}})
+      passed = Report(directory, {.tp = tp, .hash = hash, .order = order}) && passed;
+  }
   fmt::print("{}\n", passed ? "goals met" : "GOALS MISSED");
   return passed ? 0 : 1;
 }

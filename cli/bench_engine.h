@@ -45,7 +45,7 @@ struct BenchSetup {
   std::vector<std::vector<int32_t>> tier_maps;
   std::string executor;  // as for MoePlanOptions
   uint32_t top_k = 0;
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
   int num_threads = 0;
 };
 

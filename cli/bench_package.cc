@@ -118,14 +118,14 @@ std::vector<int> Interleave(std::span<const TierSpec> tiers) {
   return bits;
 }
 
-Result<ExpertsTable> SizeRandomExperts(const Geometry& geometry, std::span<const int> bits,
-                                       Codebook codebook) {
+Result<ExpertsTable> SizeRandomExperts(const Geometry& geometry, std::span<const int> bits, Codebook codebook,
+                                       const Device& device) {
   const Result<Checkpoint> checkpoint = OpenGeometry(geometry, bits, codebook);
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<ExtentPlan> plan =
       ExtentPlan::Create(*checkpoint, {.tp = geometry.bench_tp, .ep = 1, .equal = false});
   if (!plan) return tl::unexpected(plan.error());
-  Result<LoadSizes> sizes = SizeExperts(*checkpoint, *plan, 0, 0);
+  Result<LoadSizes> sizes = SizeExperts(*checkpoint, *plan, 0, 0, {.device = device});
   if (!sizes) return tl::unexpected(sizes.error());
   return std::move(sizes->table);
 }

@@ -30,13 +30,14 @@ Result<std::vector<TierSpec>> ParseTiers(std::string_view text, uint64_t experts
 // Bits of every expert: the tiers are spread evenly over the ids, the first one first.
 std::vector<int> Interleave(std::span<const TierSpec> tiers);
 
-// What rank 0 of the geometry's tensor-parallel size owns, laid out as loading would, before there are bytes.
-// REQUIRES: bits as for OpenGeometry. Error: kCapacity.
-Result<ExpertsTable> SizeRandomExperts(const Geometry& geometry, std::span<const int> bits,
-                                       Codebook codebook);
+// What rank 0 of the geometry's tensor-parallel size owns, laid out as loading for `device` would, before
+// there are bytes. REQUIRES: bits as for OpenGeometry. Error: kCapacity.
+Result<ExpertsTable> SizeRandomExperts(const Geometry& geometry, std::span<const int> bits, Codebook codebook,
+                                       const Device& device);
 
-// The table with bytes in it: every bit pattern is a legal code. suh about +-1/sqrt(in) and svh about +-1, of
-// every matrix its own, keep values near 1 from end to end. Cost: writes the slab once. Error: kCapacity.
+// The table with bytes in it, on the host: every bit pattern is a legal code, in either order. suh about
+// +-1/sqrt(in) and svh about +-1, of every matrix its own, keep values near 1 from end to end. Cost: writes
+// the slab once. Error: kCapacity.
 Result<PreparedExperts> FillRandomly(ExpertsTable table, uint64_t seed);
 
 // Experts with the same bits: what running the tiers one by one means.

@@ -38,7 +38,7 @@ struct RunOptions {
 
 struct Executor {
   std::string name;  // empty: what ESPALIER_FORCE_BACKEND names
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
   Device device = {};
 };
 
@@ -312,7 +312,7 @@ void AddRun(CLI::App& app, Invocation& invocation) {
       "silu, gelu, relu2, situ:BETA,LINEAR_BETA or swiglu-oai[:LIMIT] instead of the config's");
   command->add_option("--executor", options->executor,
                       "reference, cpu or cuda; cpu by default, cuda on a GPU");
-  command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; exact by default");
+  command->add_option("--mode", options->mode, "exact, fast or int8, for the cpu executor; fast by default");
   command->add_option("--device", options->device,
                       "cpu or cuda[:INDEX]; cpu by default, cuda for the cuda executor");
   command

@@ -37,12 +37,6 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kDenseGate = 2e-7;
 constexpr double kExactGate = 2e-6;
 
-std::vector<std::string> Executors() {
-  std::vector<std::string> names;
-  for (const Backend* backend : Backends()) names.emplace_back(backend->name());
-  return names;
-}
-
 constexpr int kAllBits[] = {
 #define ESPALIER_BITS(bits) bits,
 #include <espalier/formats.def>
@@ -55,23 +49,42 @@ MatrixFormat MixedFormat(uint32_t expert, Projection projection) {
           .codebook = AllCodebooks()[n % AllCodebooks().size()].codebook};
 }
 
+constexpr CodeOrder kOrders[] = {CodeOrder::kNative, CodeOrder::kPanels};
+const char* OrderText(CodeOrder order) { return order == CodeOrder::kNative ? "native order" : "panels"; }
+
 struct Gate {
   double max_rel_l2;
   double min_cosine;
 };
 
+bool OnlyMul1(const PreparedExperts& experts) {
+  for (const SegmentDesc& segment : experts.segments()) {
+    for (const MatrixDesc& matrix : segment.matrices) {
+      if (matrix.present() && matrix.codebook != Codebook::kMul1) return false;
+    }
+  }
+  return true;
+}
+
 Gate GateOf(const std::string& executor, const PreparedExperts& experts) {
+  if (executor == "cpu_int8") return {2.5e-2, 0.9997};
+  if (executor == "cpu_fast") return OnlyMul1(experts) ? Gate{2e-3, 0.999998} : Gate{6e-3, 0.99998};
   if (executor != "cuda") return {kExactGate, 1 - 1e-10};
   return experts.geometry().activation.limit > 0 ? Gate{2e-3, 0.999995} : Gate{1e-3, 0.999999};
 }
 
-// How far apart two ways to the same sum may be: a GPU may take rows with another kernel where there are more
-// of them, or add routes in another order.
-double SameSumGate(const std::string& executor, double exact) { return executor == "cuda" ? 1e-4 : exact; }
+// Whether a row has the same bits however many others there are: not where the number of rows of an expert
+// chooses the kernel.
+bool RowsNeverDependOnTheBatch(const std::string& executor) {
+  return executor == "cpu" || executor == "reference";
+}
 
-// Whether a row has the same bits however many others there are: not on a GPU, where the number of rows of an
-// expert chooses the kernel.
-bool RowsNeverDependOnTheBatch(const std::string& executor) { return executor != "cuda"; }
+// How far apart two ways to the same sum may be: where the number of rows chooses the kernel, or routes are added
+// in another order.
+double SameSumGate(const std::string& executor, double exact) {
+  if (executor == "cuda") return 1e-4;
+  return executor == "cpu_fast" ? 6e-3 : executor == "cpu_int8" ? 2.5e-2 : exact;
+}
 
 // fp32 output of `executor` against the oracle, at `share` of its gate.
 void ExpectWithinGate(const PreparedExperts& experts, MoeCall call, const std::string& executor,
@@ -107,7 +120,7 @@ void ExpectSameRows(const MoeOutput& alone, const MoeOutput& all, size_t first_b
 
 // A GPU's executor is in the list of every build with CUDA.
 void SkipUnlessUsable(const std::string& executor) {
-  if (const Result<const Backend*> backend = BackendByName(executor); !backend)
+  if (const Result<const Backend*> backend = BackendByName(test::ChoiceOf(executor).name); !backend)
     GTEST_SKIP() << backend.error().message();
 }
 
@@ -115,7 +128,7 @@ class Conformance : public testing::TestWithParam<std::string> {
  protected:
   void SetUp() override { SkipUnlessUsable(GetParam()); }
 };
-INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::ValuesIn(Executors()),
+INSTANTIATE_TEST_SUITE_P(Backends, Conformance, testing::ValuesIn(test::AllExecutors()),
                          [](const auto& parameter) { return parameter.param; });
 
 class FormatConformance : public testing::TestWithParam<std::tuple<std::string, CodebookInfo, int>> {
@@ -123,7 +136,7 @@ class FormatConformance : public testing::TestWithParam<std::tuple<std::string, 
   void SetUp() override { SkipUnlessUsable(std::get<0>(GetParam())); }
 };
 INSTANTIATE_TEST_SUITE_P(Formats, FormatConformance,
-                         testing::Combine(testing::ValuesIn(Executors()),
+                         testing::Combine(testing::ValuesIn(test::AllExecutors()),
                                           testing::ValuesIn(AllCodebooks().begin(), AllCodebooks().end()),
                                           testing::ValuesIn(kAllBits)),
                          [](const auto& parameter) {
@@ -135,13 +148,17 @@ INSTANTIATE_TEST_SUITE_P(Formats, FormatConformance,
 TEST_P(FormatConformance, OneRateAndCodebook) {
   const auto& [executor, codebook, bits] = GetParam();
   const MatrixFormat format = {.bits = bits, .codebook = codebook.codebook};
-  const PreparedExperts experts = MakeExperts({.experts = 2,
-                                               .hidden_channels = 256,
-                                               .activation = {},
-                                               .segments = {{.channels = 128}},
-                                               .format = [format](uint32_t, Projection) { return format; },
-                                               .seed = static_cast<uint64_t>(bits)});
-  ExpectWithinGate(experts, RandomCall(experts, 5, 2, 7), executor);
+  for (const CodeOrder order : kOrders) {
+    SCOPED_TRACE(OrderText(order));
+    const PreparedExperts experts = MakeExperts({.experts = 2,
+                                                 .hidden_channels = 256,
+                                                 .activation = {},
+                                                 .segments = {{.channels = 128}},
+                                                 .format = [format](uint32_t, Projection) { return format; },
+                                                 .order = order,
+                                                 .seed = static_cast<uint64_t>(bits)});
+    ExpectWithinGate(experts, RandomCall(experts, 5, 2, 7), executor);
+  }
 }
 
 struct Shape {
@@ -158,17 +175,22 @@ TEST_P(Conformance, ShapesWithMixedFormats) {
   for (const Shape& shape : shapes) {
     SCOPED_TRACE(fmt::format("hidden {}, intermediate {}, {} experts, {} tokens, top-{}", shape.hidden,
                              shape.intermediate, shape.experts, shape.tokens, shape.top_k));
-    const PreparedExperts experts = MakeExperts({.experts = shape.experts,
-                                                 .hidden_channels = shape.hidden,
-                                                 .activation = {},
-                                                 .segments = {{.channels = shape.intermediate}},
-                                                 .format = MixedFormat,
-                                                 .seed = 11});
+    ExpertsSpec spec = {.experts = shape.experts,
+                        .hidden_channels = shape.hidden,
+                        .activation = {},
+                        .segments = {{.channels = shape.intermediate}},
+                        .format = MixedFormat,
+                        .order = CodeOrder::kPanels,
+                        .seed = 11};
+    const PreparedExperts experts = MakeExperts(spec);
     // The dense oracle decodes once a route: a few rows of it are enough.
     const uint64_t tokens = GetParam() == "reference" ? std::min<uint64_t>(shape.tokens, 2) : shape.tokens;
     MoeCall call = RandomCall(experts, tokens, std::min(shape.top_k, 8u), 12);
     call.num_threads = 2;
     ExpectWithinGate(experts, call, GetParam());
+    spec.order = CodeOrder::kNative;
+    EXPECT_EQ(RunCall(MakeExperts(spec), call, GetParam()).bytes, RunCall(experts, call, GetParam()).bytes)
+        << "the order of the codes changed a bit";
   }
 }
 
@@ -652,7 +674,7 @@ TEST(WideRows, StayWithinTheGate) {
   MoeCall call = RandomCall(experts, 2, 1, 5);
   call.ids.assign(2, 0);
   call.num_threads = 2;
-  for (const std::string& executor : Executors()) {
+  for (const std::string& executor : test::AllExecutors()) {
     if (executor == "reference" || !BackendByName(executor)) continue;
     ExpectWithinGate(experts, call, executor, executor == "cpu" ? 0.5 : 1);
   }

@@ -114,7 +114,8 @@ INSTANTIATE_TEST_SUITE_P(Layouts, CudaLoad, ::testing::ValuesIn(Layouts()),
                          [](const auto& parameter) { return parameter.param.name; });
 
 TEST_P(CudaLoad, EqualsTheHostAtAnyStaging) {
-  const PreparedExperts host = LoadExperts(*checkpoint_, 0, {.hash = true}).value();
+  const PreparedExperts host =
+      LoadExperts(*checkpoint_, 0, {.hash = true, .order = CodeOrder::kNative}).value();
   for (const uint64_t staging : {uint64_t{1}, uint64_t{64} << 10, uint64_t{1} << 20, uint64_t{64} << 20}) {
     for (const int threads : {1, 3}) {
       SCOPED_TRACE(::testing::Message() << staging << " bytes, " << threads << " threads");
@@ -133,8 +134,11 @@ TEST_P(CudaLoad, RanksEqualTheHost) {
   const ExtentPlan plan = ExtentPlan::Create(*checkpoint_, {.tp = 2}).value();
   for (int rank = 0; rank < 2; ++rank) {
     const PreparedExperts host = LoadExperts(*checkpoint_, plan, 0, rank).value();
+    const PreparedExperts native =
+        LoadExperts(*checkpoint_, plan, 0, rank, {.order = CodeOrder::kNative}).value();
     const PreparedExperts loaded = LoadExperts(*checkpoint_, plan, 0, rank, {.device = kFirstGpu}).value();
-    ExpectSameContent(host, loaded);
+    ExpectSameContent(native, loaded);
+    ExpectSameContent(native, OnGpu(host));  // out of panels
     const test::MoeCall call = test::RandomCall(host, 9, 2, 3);
     EXPECT_EQ(test::RunCall(loaded, call, "cuda").bytes, test::RunCall(OnGpu(host), call, "cuda").bytes);
   }
@@ -240,7 +244,8 @@ TEST_F(CudaPackage, PreparedFromMemoryEqualsTheHost) {
     source.segments.push_back(segment);
     weights.push_back(bytes);
   }
-  const PreparedExperts host = PrepareExperts(source, weights, {.hash = true}).value();
+  const PreparedExperts host =
+      PrepareExperts(source, weights, {.hash = true, .order = CodeOrder::kNative}).value();
   const PreparedExperts placed = PrepareExperts(source, weights, {.hash = true, .device = kFirstGpu}).value();
   EXPECT_EQ(placed.device(), kFirstGpu);
   EXPECT_EQ(placed.content_sha256(), host.content_sha256());

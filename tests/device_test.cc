@@ -165,7 +165,7 @@ TEST(DevicePlans, RefuseCheckedIdsOnAGpu) {
 
 TEST(DevicePlans, ModesAreOfTheCpuExecutor) {
   const PreparedExperts experts = MakeExperts({.experts = 2, .hidden_channels = 128});
-  EXPECT_EQ(CodeOf(MoePlan::Create(experts.table(), {.device = kGpu, .mode = CpuMode::kFast})),
+  EXPECT_EQ(CodeOf(MoePlan::Create(experts.table(), {.device = kGpu, .mode = CpuMode::kExact})),
             StatusCode::kDevice);
 }
 

@@ -96,6 +96,8 @@ TEST(PreparedExperts, RefusesEveryInconsistency) {
       {"bits 9", kUnsupported, [](Draft& d) { d.segments[0].matrices[1].bits = 9; }},
       {"unknown codebook", kUnsupported,
        [](Draft& d) { d.segments[0].matrices[1].codebook = static_cast<Codebook>(77); }},
+      {"unknown order", kUnsupported,
+       [](Draft& d) { d.segments[0].matrices[1].order = static_cast<CodeOrder>(2); }},
       {"width 0", kGeometry, [](Draft& d) { d.segments[0].matrices[2].in_channels = 0; }},
       {"width off the grid", kGeometry, [](Draft& d) { d.segments[0].matrices[1].out_channels = 64; }},
       {"up wider than down", kGeometry, [](Draft& d) { d.segments[0].matrices[1].out_channels = 256; }},
@@ -187,7 +189,7 @@ void ExpectBytes(const PreparedExperts& experts, uint64_t offset, const std::vec
 
 TEST(LoadExperts, BytesAreThoseOfTheTensors) {
   const Checkpoint checkpoint = OpenFixture("stock-bias");
-  const PreparedExperts experts = LoadFixture("stock-bias", "0");
+  const PreparedExperts experts = LoadFixture("stock-bias", "0", {.order = CodeOrder::kNative});
   size_t biases = 0;
   for (const SegmentDesc& segment : experts.segments()) {
     for (const Projection projection : {Projection::kGate, Projection::kUp, Projection::kDown}) {

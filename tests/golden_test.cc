@@ -227,7 +227,11 @@ std::vector<double> RunGoldenLinear(const PreparedLinear& linear, const std::vec
   const uint64_t tokens = x.size() / linear.in_channels();
   const LinearPlan plan =
       LinearPlan::Create(linear,
-                         {.max_tokens = tokens, .input = Dtype::kF16, .output = output, .executor = executor})
+                         {.max_tokens = tokens,
+                          .input = Dtype::kF16,
+                          .output = output,
+                          .executor = test::ChoiceOf(executor).name,
+                          .mode = test::ChoiceOf(executor).mode})
           .value();
   HostBuffer workspace = Workspace(plan.workspace_bytes());
   std::vector<double> doubles(tokens * linear.out_channels());
@@ -316,7 +320,8 @@ std::vector<double> RunGoldenExperts(const PreparedExperts& experts, const Golde
                                                  .input = Dtype::kF16,
                                                  .output = output,
                                                  .checked_ids = true,
-                                                 .executor = executor})
+                                                 .executor = test::ChoiceOf(executor).name,
+                                                 .mode = test::ChoiceOf(executor).mode})
                            .value();
   HostBuffer workspace = Workspace(plan.workspace_bytes());
   std::vector<double> doubles(routes.x.size());

@@ -55,7 +55,8 @@ std::vector<float> RunRows(const PreparedLinear& linear, const std::vector<float
   const LinearPlan plan =
       LinearPlan::Create(placed, {.max_tokens = options.max_tokens != 0 ? options.max_tokens : tokens,
                                   .device = device,
-                                  .executor = executor,
+                                  .executor = test::ChoiceOf(executor).name,
+                                  .mode = test::ChoiceOf(executor).mode,
                                   .num_threads = options.num_threads})
           .value();
   HostBuffer workspace = HostBuffer::Create(plan.workspace_bytes()).value();
@@ -223,7 +224,11 @@ TEST_P(Linear, Refusals) {
   const PreparedLinear linear = make(256, 128, 0);
   const LinearPlan plan =
       LinearPlan::Create(linear,
-                         {.max_tokens = 2, .device = device, .executor = GetParam(), .num_threads = 1})
+                         {.max_tokens = 2,
+                          .device = device,
+                          .executor = test::ChoiceOf(GetParam()).name,
+                          .mode = test::ChoiceOf(GetParam()).mode,
+                          .num_threads = 1})
           .value();
   DeviceBuffer workspace = DeviceBuffer::Create(device, plan.workspace_bytes() + 64).value();
   DeviceBuffer x = DeviceBuffer::Create(device, 3 * 256 * sizeof(float)).value();
@@ -256,8 +261,10 @@ TEST_P(Linear, Refusals) {
 
 TEST(LinearPlan, RefusesModesAndTypes) {
   const PreparedLinear linear = MakeLinear(128, 128, 0, 0, {}, 1);
-  EXPECT_EQ(LinearPlan::Create(linear, {.mode = CpuMode::kFast}).error().code(), StatusCode::kUnsupported);
-  EXPECT_EQ(LinearPlan::Create(linear, {.executor = "cpu", .mode = CpuMode::kFast}).error().code(),
+  EXPECT_EQ(LinearPlan::Create(linear, {.input = Dtype::kI32, .executor = "cpu"}).error().code(),
+            StatusCode::kUnsupported);
+  // No other executor steps in for a mode.
+  EXPECT_EQ(LinearPlan::Create(linear, {.output = Dtype::kF64, .mode = CpuMode::kExact}).error().code(),
             StatusCode::kUnsupported);
   EXPECT_EQ(LinearPlan::Create(linear, {.max_tokens = kMaxPlanTokens + 1}).error().code(),
             StatusCode::kCapacity);

@@ -63,6 +63,7 @@ struct Layout {
   std::string name;
   std::string file;  // one that every load reads
   std::function<CheckpointFiles()> write;
+  CodeOrder order = CodeOrder::kNative;
 };
 
 ModelShape Shape() {
@@ -83,11 +84,21 @@ std::vector<Layout> Layouts() {
   ModelShape legacy = Shape();
   legacy.shared_hidden = false;
   legacy.unit_signs = true;
-  return {{"stock", "model.safetensors", [] { return WriteStock(testing::RandomModel(Shape(), 1)); }},
-          {"legacy_signs", "model.safetensors",
-           [legacy] { return WriteStock(testing::RandomModel(legacy, 2), {.legacy_signs = true}); }},
-          {"exl3_v1", "", [container] { return WriteExl3V1(testing::RandomModel(container, 3)); }}};
+  std::vector<Layout> layouts = {
+      {"stock", "model.safetensors", [] { return WriteStock(testing::RandomModel(Shape(), 1)); }},
+      {"legacy_signs", "model.safetensors",
+       [legacy] { return WriteStock(testing::RandomModel(legacy, 2), {.legacy_signs = true}); }},
+      {"exl3_v1", "", [container] { return WriteExl3V1(testing::RandomModel(container, 3)); }}};
+  for (size_t i = 0; i < 3; ++i) {
+    Layout panels = layouts[i];
+    panels.name += "_panels";
+    panels.order = CodeOrder::kPanels;
+    layouts.push_back(panels);
+  }
+  return layouts;
 }
+
+const LoadOptions kHashed = {.hash = true, .order = CodeOrder::kNative};
 
 class LoadFaults : public ::testing::TestWithParam<Layout> {
  protected:
@@ -101,13 +112,15 @@ class LoadFaults : public ::testing::TestWithParam<Layout> {
     }
     Open();
     plan_.emplace(ExtentPlan::Create(*checkpoint_, {.tp = 2}).value());
-    for (int rank = 0; rank < 2; ++rank) good_.push_back(Bytes(Load(rank).value()));
+    for (int rank = 0; rank < 2; ++rank)  // in native order: the content has no other
+      good_.push_back(Bytes(LoadExperts(*checkpoint_, *plan_, 0, rank, kHashed).value()));
   }
 
   void Open() { checkpoint_.emplace(Checkpoint::Open("/model", {.file_system = &files_}).value()); }
 
   Result<PreparedExperts> Load(int rank, LoadOptions options = {}) const {
     options.hash = true;
+    options.order = GetParam().order;
     return LoadExperts(*checkpoint_, *plan_, 0, rank, options);
   }
 
@@ -259,6 +272,40 @@ TEST_P(LoadFaults, ThreadsAndStagingDoNotChangeABit) {
   }
 }
 
+// Memory beside the slab: what was asked for or a row of tiles (and a buffer where rows of the file are taken
+// apart), and only where bytes cannot go straight to their place.
+TEST_P(LoadFaults, StagingIsBounded) {
+  const bool takes_rows_apart = !GetParam().name.starts_with("stock");
+  const bool panels = GetParam().order == CodeOrder::kPanels;
+  const uint64_t least = (panels ? 4096 : 0) + (takes_rows_apart ? uint64_t{64} << 10 : 0);
+  for (const uint64_t staging : {uint64_t{1}, uint64_t{64} << 10, uint64_t{256} << 10, uint64_t{64} << 20}) {
+    for (const int threads : {1, 2, 7, 64}) {
+      const LoadOptions options = {
+          .order = GetParam().order, .staging_bytes = staging, .num_threads = threads};
+      const LoadSizes sizes = SizeExperts(*checkpoint_, *plan_, 0, 0, options).value();
+      EXPECT_LE(sizes.staging_bytes, std::max(staging, least)) << threads << " threads";
+      EXPECT_EQ(sizes.staging_bytes == 0, least == 0);
+      if (staging == 1) {
+        EXPECT_EQ(sizes.staging_bytes, least);
+      }
+    }
+  }
+}
+
+// Neither panels nor smaller parts cost another byte of the files.
+TEST_P(LoadFaults, EveryByteIsReadOnce) {
+  const LoadSizes sizes = SizeExperts(*checkpoint_, *plan_, 0, 1, {.order = GetParam().order}).value();
+  const auto bytes_read = [&](CodeOrder order, uint64_t staging) {
+    const uint64_t before = files_.bytes_read();
+    EXPECT_TRUE(LoadExperts(*checkpoint_, *plan_, 0, 1, {.order = order, .staging_bytes = staging}));
+    return files_.bytes_read() - before;
+  };
+  const uint64_t native = bytes_read(CodeOrder::kNative, kDefaultStagingBytes);
+  EXPECT_GE(native, sizes.read_bytes) << "markers and padding are not counted";
+  EXPECT_EQ(bytes_read(GetParam().order, kDefaultStagingBytes), native);
+  EXPECT_EQ(bytes_read(GetParam().order, 1), native);
+}
+
 TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
   const LoadSizes sizes = SizeExperts(*checkpoint_, *plan_, 0, 1).value();
   std::vector<uint64_t> done;
@@ -277,7 +324,6 @@ TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
   EXPECT_EQ(experts->slab_bytes(), sizes.table.slab_bytes());
 }
 
-// On real files, with the system's own failures.
 // The padding behind the payload of a slot is all that tells a wrong rate in the manifest from a right one.
 TEST(LoadPadding, IsCheckedForTheSlotsOfTheRank) {
   ModelShape shape = Shape();
@@ -310,7 +356,8 @@ TEST(LoadPadding, IsCheckedForTheSlotsOfTheRank) {
   EXPECT_FALSE(LoadLinear(checkpoint, "model.layers.1.mlp.experts.0.gate_proj"));
 }
 
-class PosixFaults : public ::testing::Test {
+// On real files, with the system's own failures.
+class PosixFaults : public ::testing::TestWithParam<CodeOrder> {
  protected:
   void SetUp() override {
     const FileMapPtr files =
@@ -329,7 +376,7 @@ class PosixFaults : public ::testing::Test {
   void Open() { checkpoint_.emplace(Checkpoint::Open(directory_.path()).value()); }
   Result<PreparedExperts> Load() const {
     g_calls = 0;
-    return LoadExperts(*checkpoint_, 0, {.hash = true});
+    return LoadExperts(*checkpoint_, 0, {.hash = true, .order = GetParam()});
   }
   std::filesystem::path Shard() const { return directory_.path() / "model.safetensors"; }
   static size_t OpenDescriptors() {
@@ -343,7 +390,12 @@ class PosixFaults : public ::testing::Test {
   std::string good_;
 };
 
-TEST_F(PosixFaults, InterruptedAndShortCallsAreTakenUpAgain) {
+INSTANTIATE_TEST_SUITE_P(Orders, PosixFaults, ::testing::Values(CodeOrder::kNative, CodeOrder::kPanels),
+                         [](const auto& parameter) {
+                           return parameter.param == CodeOrder::kNative ? "native" : "panels";
+                         });
+
+TEST_P(PosixFaults, InterruptedAndShortCallsAreTakenUpAgain) {
   for (const auto& [every, most] : {std::pair<int, size_t>{2, 0}, {3, 100}, {0, 1000}, {5, 13}}) {
     g_interrupt_every = every;
     g_most_bytes = most;
@@ -354,7 +406,7 @@ TEST_F(PosixFaults, InterruptedAndShortCallsAreTakenUpAgain) {
   }
 }
 
-TEST_F(PosixFaults, AnErrorOfTheSystemIsNamedAndPasses) {
+TEST_P(PosixFaults, AnErrorOfTheSystemIsNamedAndPasses) {
   const size_t descriptors = OpenDescriptors();
   for (const int from : {0, 1, 9, 20}) {
     g_fail_from = from;
@@ -369,7 +421,7 @@ TEST_F(PosixFaults, AnErrorOfTheSystemIsNamedAndPasses) {
   EXPECT_EQ(OpenDescriptors(), descriptors);
 }
 
-TEST_F(PosixFaults, ATruncatedFileIsAnError) {
+TEST_P(PosixFaults, ATruncatedFileIsAnError) {
   std::filesystem::resize_file(Shard(), std::filesystem::file_size(Shard()) / 2);
   const Result<PreparedExperts> experts = Load();
   ASSERT_FALSE(experts);
@@ -377,7 +429,7 @@ TEST_F(PosixFaults, ATruncatedFileIsAnError) {
   EXPECT_THAT(experts.error().message(), HasSubstr("was written to since its header was read"));
 }
 
-TEST_F(PosixFaults, AFileWrittenInPlaceIsAnError) {
+TEST_P(PosixFaults, AFileWrittenInPlaceIsAnError) {
   std::fstream file(Shard(), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(static_cast<std::streamoff>(std::filesystem::file_size(Shard()) / 2));
   file.put('x');
@@ -392,7 +444,7 @@ TEST_F(PosixFaults, AFileWrittenInPlaceIsAnError) {
   EXPECT_TRUE(Load());
 }
 
-TEST_F(PosixFaults, AReplacedFileIsAnErrorUntilItIsOpenedAgain) {
+TEST_P(PosixFaults, AReplacedFileIsAnErrorUntilItIsOpenedAgain) {
   const std::filesystem::path copy = directory_.path() / "new";
   std::filesystem::copy_file(Shard(), copy);
   std::filesystem::rename(copy, Shard());

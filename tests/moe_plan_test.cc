@@ -46,13 +46,15 @@ TEST(MoePlan, RefusesTypesAndModesWithAReason) {
   }
   EXPECT_EQ(CodeOf(MoePlan::Create(experts, {.output = Dtype::kF64, .executor = "cpu"})),
             StatusCode::kUnsupported);
-  for (const CpuMode mode : {CpuMode::kFast, CpuMode::kInt8}) {
-    for (const std::string executor : {"cpu", ""}) {  // without a name, no other executor steps in
-      const Result<MoePlan> plan = MoePlan::Create(experts, {.executor = executor, .mode = mode});
-      ASSERT_FALSE(plan);
-      EXPECT_EQ(plan.error().code(), StatusCode::kUnsupported);
-      EXPECT_THAT(plan.error().message(), HasSubstr("the fast engine is not built yet"));
-    }
+  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
+    EXPECT_EQ(MoePlan::Create(experts, {.mode = mode}).value().backend().name(), "cpu");
+    EXPECT_EQ(MoePlan::Create(experts, {.mode = mode}).value().options().mode, mode);
+  }
+  for (const CpuMode mode : {CpuMode::kExact, CpuMode::kInt8}) {
+    // Asking for a mode is asking for the cpu executor: no other one steps in.
+    const Result<MoePlan> plan = MoePlan::Create(experts, {.output = Dtype::kF64, .mode = mode});
+    ASSERT_FALSE(plan);
+    EXPECT_THAT(plan.error().message(), HasSubstr("cpu executor"));
   }
 }
 

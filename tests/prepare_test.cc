@@ -240,7 +240,10 @@ TEST(PreparedExperts, TwoTierPartitionsTakeTurns) {
     const std::vector<std::byte> alone_first = test::RunCall(first, call, executor).bytes;
     const std::vector<std::byte> alone_second = test::RunCall(second, call, executor).bytes;
     EXPECT_NE(alone_first, alone_second);
-    const MoePlan plan = MoePlan::Create(first, {.max_tokens = 7, .top_k = 3, .executor = executor}).value();
+    const MoePlan plan = MoePlan::Create(first, {.max_tokens = 7,
+                                                    .top_k = 3,
+                                                    .executor = executor,
+                                                    .mode = test::ChoiceOf(executor).mode}).value();
     HostBuffer workspace = HostBuffer::Create(plan.workspace_bytes()).value();
     const std::vector<float> x(call.x.begin(), call.x.end());
     const std::vector<int32_t> ids(call.ids.begin(), call.ids.end());

@@ -67,7 +67,7 @@ const Tokenizer& BundledTokenizer() {
 std::string HeldOutText() { return ReadFile(ESPALIER_SOURCE_DIR "/data/heldout.txt"); }
 
 Model LoadBundled(const std::string& executor, size_t context_tokens) {
-  return Model(kCheckpoint, executor, context_tokens);
+  return Model(kCheckpoint, executor, espalier::CpuMode::kExact, context_tokens);
 }
 
 // The failure of a call that must fail.
@@ -267,11 +267,11 @@ TEST(TinyLmModel, RefusesAConfigThatItCannotRun) {
   const ChangedCheckpoint checkpoint;
   for (const Case& c : cases) {
     checkpoint.Patch("config.json", c.patch);
-    const espalier::Status status = FailureOf([&checkpoint] { Model model(checkpoint.path(), "", 256); });
+    const espalier::Status status = FailureOf([&checkpoint] { Model model(checkpoint.path(), "", espalier::CpuMode::kFast, 256); });
     EXPECT_EQ(status.code(), c.code) << c.patch;
     EXPECT_THAT(status.message(), HasSubstr(c.message));
   }
-  EXPECT_EQ(FailureOf([&] { Model model(checkpoint.path() / "absent", "", 256); }).code(), StatusCode::kIo);
+  EXPECT_EQ(FailureOf([&] { Model model(checkpoint.path() / "absent", "", espalier::CpuMode::kFast, 256); }).code(), StatusCode::kIo);
   EXPECT_EQ(FailureOf([] { LoadBundled("abacus", 1); }).code(), StatusCode::kUsage);
   EXPECT_EQ(FailureOf([] { LoadBundled("cpu", 1025); }).code(), StatusCode::kCapacity);
 }
@@ -290,9 +290,10 @@ struct Perplexity {
 };
 
 // Of the held-out text, as the program prints it.
-Perplexity PrintedPerplexity(const std::string& executor, size_t windows) {
-  const SubprocessResult ran = RunTinyLm({kCheckpoint, ESPALIER_SOURCE_DIR "/data/heldout.txt", "--executor",
-                                          executor, "--windows", std::to_string(windows), "--tokens", "0"});
+Perplexity PrintedPerplexity(const std::string& executor, size_t windows, const std::string& mode = "exact") {
+  const SubprocessResult ran =
+      RunTinyLm({kCheckpoint, ESPALIER_SOURCE_DIR "/data/heldout.txt", "--executor", executor, "--mode", mode,
+                 "--windows", std::to_string(windows), "--tokens", "0"});
   EXPECT_EQ(ran.exit_code, 0) << ran.standard_error;
   EXPECT_THAT(ran.standard_output,
               HasSubstr("model: 4 layers, 16 experts, top-4, executor " + executor + "\n"));
@@ -317,9 +318,14 @@ TEST(TinyLmProgram, ExecutorsAgreeOnThePerplexity) {
 
 TEST(TinyLmProgram, PerplexityOfTheHeldOutText) {
   if (kSlowBuild) GTEST_SKIP() << "takes minutes without optimisation or under a sanitizer";
-  const Perplexity printed = PrintedPerplexity("cpu", 65536);
-  EXPECT_EQ(printed.predictions, 19712u);
-  EXPECT_NEAR(printed.value, 38.111, 0.02);
+  const Perplexity exact = PrintedPerplexity("cpu", 65536);
+  EXPECT_EQ(exact.predictions, 19712u);
+  EXPECT_NEAR(exact.value, 38.111, 0.02);
+  for (const char* mode : {"fast", "int8"}) {
+    const Perplexity printed = PrintedPerplexity("cpu", 65536, mode);
+    EXPECT_EQ(printed.predictions, 19712u);
+    EXPECT_NEAR(printed.value, exact.value, 0.05) << mode;
+  }
 }
 
 TEST(TinyLmProgram, ContinuesAPromptAsTheReadmeShows) {

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "base/half.h"
-#include "cpu/kernels.h"
 #include "support/random_experts.h"
 
 namespace espalier {
@@ -116,34 +115,6 @@ TEST(Trellis, OrderIsAPermutation) {
     seen.insert({position.row, position.column});
   }
   EXPECT_EQ(seen.size(), kTileWeights);
-}
-
-// The cpu decoder against the plain one, every rate and codebook, bit for bit.
-TEST(Trellis, CpuBlocksAreBitEqual) {
-  Random random(5);
-  for (const int bits : kAllBits) {
-    for (const CodebookInfo& info : AllCodebooks()) {
-      const std::vector<std::byte> codes = RandomTiles(random, bits, 16 * 24);
-      MatrixView matrix;
-      matrix.codes = codes.data();
-      matrix.in_channels = 256;
-      matrix.out_channels = 384;
-      matrix.bits = bits;
-      matrix.codebook = info.codebook;
-      std::vector<float> block(kBlockWeights);
-      DecodeBlock(matrix, 1, 2, block.data());
-      for (uint32_t tile = 0; tile < 64; ++tile) {
-        uint16_t values[kTileWeights];
-        DecodeTile(matrix.Tile(8 + tile / 8, 16 + tile % 8), bits, info.codebook, values);
-        for (uint32_t i = 0; i < kTileWeights; ++i) {
-          const uint32_t row = tile / 8 * 16 + i / 16;
-          const uint32_t column = tile % 8 * 16 + i % 16;
-          ASSERT_EQ(block[row * kBlockChannels + column], Fp16ToFloat(values[i]))
-              << info.name << " K " << bits << " at " << row << ", " << column;
-        }
-      }
-    }
-  }
 }
 
 }  // namespace

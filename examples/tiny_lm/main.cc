@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 
+#include <map>
 #include "tiny_lm.h"
 
 namespace tiny_lm {
@@ -18,6 +20,8 @@ constexpr size_t kWindowTokens = 256;
 struct Options {
   std::string checkpoint, text_file, executor, prompt = "Mr. Darcy";
   size_t windows = 65536, tokens = 100;
+  // The text of mode exact does not depend on which operands a processor multiplies with.
+  espalier::CpuMode mode = espalier::CpuMode::kExact;
 };
 
 // Over consecutive windows, each token predicting its successor; what does not fill a window (and one token
@@ -49,7 +53,7 @@ void Run(const Options& options) {
   const Tokenizer tokenizer(directory / "tokenizer.json");
   std::vector<int32_t> input = tokenizer.Encode(options.prompt);
   const std::string text = options.text_file.empty() ? "" : ReadFile(options.text_file);
-  Model model(directory, options.executor, std::max(kWindowTokens, input.size() + options.tokens));
+  Model model(directory, options.executor, options.mode, std::max(kWindowTokens, input.size() + options.tokens));
   const Config& config = model.config();
   if (tokenizer.vocab_size() > config.vocab) {
     Fail(kFormat, options.checkpoint, ": tokenizer.json has ids beyond vocab_size of config.json");
@@ -88,6 +92,11 @@ int main(int argc, char** argv) {
   app.add_option("--prompt", options.prompt, "continue this text")->capture_default_str();
   app.add_option("--tokens", options.tokens, "by so many tokens")->check(count)->capture_default_str();
   app.add_option("--executor", options.executor, "cpu or reference; default: the best there is");
+  const std::map<std::string, espalier::CpuMode> modes = {{"exact", espalier::CpuMode::kExact},
+                                                          {"fast", espalier::CpuMode::kFast},
+                                                          {"int8", espalier::CpuMode::kInt8}};
+  app.add_option("--mode", options.mode, "exact, fast or int8, for the cpu executor; exact by default")
+      ->transform(CLI::CheckedTransformer(modes));
   try {
     app.parse(argc, argv);
     tiny_lm::Run(options);

@@ -58,6 +58,7 @@ struct Loader {
   espalier::Checkpoint checkpoint;
   const Config& config;
   std::string executor;
+  espalier::CpuMode mode;
   size_t context_tokens;
   uint64_t workspace_bytes = 0;  // enough for every plan so far
 
@@ -76,7 +77,7 @@ struct Loader {
   Linear LoadLinear(const std::string& name, size_t in, size_t out) {
     auto weights = espalier::LoadLinear(checkpoint, name).value();
     CheckSize(name, {weights.in_channels(), weights.out_channels()}, {in, out});
-    auto plan = espalier::LinearPlan::Create(weights, {.max_tokens = context_tokens, .executor = executor});
+    auto plan = espalier::LinearPlan::Create(weights, {.max_tokens = context_tokens, .executor = executor, .mode = mode});
     workspace_bytes = std::max(workspace_bytes, plan.value().workspace_bytes());
     return {std::move(weights), std::move(plan).value()};
   }
@@ -88,7 +89,7 @@ struct Loader {
               {config.experts, config.hidden});
     const auto top_k = static_cast<uint32_t>(config.top_k);
     auto plan = espalier::MoePlan::Create(
-        weights, {.max_tokens = context_tokens, .top_k = top_k, .executor = executor});
+        weights, {.max_tokens = context_tokens, .top_k = top_k, .executor = executor, .mode = mode});
     workspace_bytes = std::max(workspace_bytes, plan.value().workspace_bytes());
     return {std::move(weights), std::move(plan).value()};
   }
@@ -113,10 +114,11 @@ struct Loader {
 
 }  // namespace
 
-Model::Model(const std::filesystem::path& directory, const std::string& executor, size_t context_tokens)
+Model::Model(const std::filesystem::path& directory, const std::string& executor,
+             espalier::CpuMode mode, size_t context_tokens)
     : context_tokens_(context_tokens) {
   // Opening reads headers only: what is wrong with the files is said before any weight is read.
-  Loader loader{espalier::Checkpoint::Open(directory).value(), config_, executor, context_tokens};
+  Loader loader{espalier::Checkpoint::Open(directory).value(), config_, executor, mode, context_tokens};
   ReadJson(directory / "config.json", [this](const json& root) { config_ = ParseConfig(root); });
   if (context_tokens == 0 || context_tokens > config_.max_positions) {
     Fail(kCapacity, "a context of ", context_tokens, ", legal: 1 to ", config_.max_positions, " tokens");

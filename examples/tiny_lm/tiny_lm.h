@@ -119,7 +119,8 @@ class Model {
  public:
   // Reads the whole checkpoint. `executor`: "cpu", "reference", empty = the best one. `context_tokens`: what
   // the cache holds; kCapacity beyond max_position_embeddings. kUnsupported: another architecture.
-  Model(const std::filesystem::path& directory, const std::string& executor, size_t context_tokens);
+  Model(const std::filesystem::path& directory, const std::string& executor, espalier::CpuMode mode,
+        size_t context_tokens);
 
   // Appends tokens to the context and returns their logits [tokens, vocab]. kUsage: an id outside the
   // vocabulary; kCapacity: a full context. The context is then as before.

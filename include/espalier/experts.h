@@ -29,7 +29,7 @@ inline constexpr uint64_t kAbsentOffset = ~uint64_t{0};
 
 // One EXL3 matrix W [in][out] inside a slab. Offsets are bytes from the start of the slab.
 struct MatrixDesc {
-  uint64_t codes_offset_bytes = kAbsentOffset;  // u16 [in/16][out/16][16*bits]
+  uint64_t codes_offset_bytes = kAbsentOffset;  // u16 [in/16][out/16][16*bits], or as `order` says
   uint64_t suh_offset_bytes = kAbsentOffset;    // fp16 [in]
   uint64_t svh_offset_bytes = kAbsentOffset;    // fp16 [out]
   uint64_t bias_offset_bytes = kAbsentOffset;   // fp16 [out], optional
@@ -132,8 +132,8 @@ class PreparedExperts {
   // The same with the table made here.
   static Result<PreparedExperts> Create(const MoeGeometry& geometry, std::vector<SegmentDesc> segments,
                                         HostBuffer slab, std::string identity);
-  // A slab of any device, filled. On a GPU the descriptors are put beside it. Errors also: kDevice,
-  // kCapacity.
+  // A slab of any device, filled. On a GPU the descriptors are put beside it. Errors also: kUnsupported for
+  // codes in panels on a GPU, kDevice, kCapacity.
   static Result<PreparedExperts> Create(ExpertsTable table, DeviceBuffer slab,
                                         std::string content_sha256 = {});
 
@@ -172,7 +172,8 @@ class PreparedExperts {
 class PreparedLinear {
  public:
   // in_channels / out_channels: widths of x and y as the model sees them, <= the stored ones; x is
-  // zero-extended, y is cut. 0 = the stored width. Errors: kGeometry.
+  // zero-extended, y is cut. 0 = the stored width. Errors: kGeometry; kUnsupported, also for codes in panels
+  // on a GPU.
   static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels, uint32_t out_channels,
                                        HostBuffer slab, std::string identity);
   static Result<PreparedLinear> Create(const MatrixDesc& matrix, uint32_t in_channels, uint32_t out_channels,
@@ -196,7 +197,9 @@ class PreparedLinear {
 };
 
 // A copy on another device (or on the same): one allocation, one copy, and the descriptors beside it. What
-// the host needs afterwards is the copy alone. Errors: kDevice, kCapacity.
+// the host needs afterwards is the copy alone. Codes keep their order but for those in panels on the way to a
+// GPU, which arrive in native order, through 4 MiB of host memory or one row of tiles. Errors: kDevice,
+// kCapacity; kGeometry for codes in panels that overlap others without being the same.
 Result<PreparedExperts> ToDevice(const PreparedExperts& experts, const Device& device);
 Result<PreparedLinear> ToDevice(const PreparedLinear& linear, const Device& device);
 
@@ -213,6 +216,9 @@ struct LoadOptions {
   // Where the slab lies. For a GPU, pieces are read into pinned memory and copied to their place while others
   // are read: no whole layer on the host.
   Device device = {};
+  // Order of the codes in the slab; empty = the one that the device's executor reads: panels on the host,
+  // native on a GPU, where panels are refused. It costs no memory, and no hash depends on it.
+  std::optional<CodeOrder> order = {};
   // Called from one thread at a time with bytes read so far and in all; may be empty.
   std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
   // Where a slab on the host comes from; empty = HostBuffer::Create.
@@ -220,8 +226,8 @@ struct LoadOptions {
 
   // Performance.
   // Host memory beside the slab, over all threads, for bytes that cannot be read straight to their place: on
-  // a GPU all of them. Fewer threads read where it is short. >= 64 KiB; a GPU takes at least one row of
-  // tiles.
+  // a GPU all of them, in panels all codes. Fewer threads read where it is short. >= 64 KiB; a GPU and panels
+  // take at least one row of tiles.
   uint64_t staging_bytes = kDefaultStagingBytes;
   int num_threads = 0;  // 0 = all cores
 };

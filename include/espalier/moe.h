@@ -24,7 +24,11 @@ class Backend;
 
 enum class IdType : uint8_t { kInt32, kInt64 };
 
-// exact: fp32 throughout. fast and int8 are refused with kUnsupported until the fast engine exists.
+// What the cpu executor multiplies with (docs/architecture.md, numerics).
+//   exact  fp32 throughout; a row's bits do not depend on the other rows
+//   fast   mul1 as exact 16-bit weights with 16-bit activations, 3inst and mcg as bf16, where the processor has such
+//          products; fp32 elsewhere
+//   int8   mul1 from three rows of an expert on with 8-bit weights and activations, the rest as in fast
 enum class CpuMode : uint8_t { kExact, kFast, kInt8 };
 
 std::string_view CpuModeName(CpuMode mode);  // "exact", "fast", "int8"
@@ -52,7 +56,7 @@ struct MoePlanOptions {
   std::optional<RankPlan> place = {};
   // Backend name; empty = the best one of the device that supports the package.
   std::string executor = {};
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
 
   // Performance. Threads of a call, which also number its scratch memory; 0 = all of `pool`, and without one
   // all cores. Results do not depend on it.
@@ -128,7 +132,7 @@ struct LinearPlanOptions {
   Dtype output = Dtype::kF32;
   Device device = {};  // as in MoePlanOptions
   std::string executor = {};
-  CpuMode mode = CpuMode::kExact;
+  CpuMode mode = CpuMode::kFast;
   int num_threads = 0;
   std::shared_ptr<ThreadPool> pool = {};
 };

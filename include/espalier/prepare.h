@@ -68,12 +68,13 @@ struct SegmentWeights {
   MatrixWeights matrices[kNumProjections];
 };
 
-// Sizes and offsets of everything, before any memory is taken. Errors: kGeometry, kUnsupported, kCapacity.
-Result<ExpertsTable> PlanExperts(const ExpertsSource& source);
+// Sizes and offsets of everything, before any memory is taken. Of the options: device, order. Errors:
+// kGeometry, kUnsupported, kCapacity.
+Result<ExpertsTable> PlanExperts(const ExpertsSource& source, const LoadOptions& options = {});
 
 // One allocation, one copy; `weights` has an entry per segment of the source and may be freed afterwards.
-// Of the options: device, allocate, hash, num_threads. Errors also: kUsage for a null pointer or a wrong
-// count, kDevice.
+// Of the options: device, order, allocate, hash, num_threads. Errors also: kUsage for a null pointer or a
+// wrong count, kDevice.
 Result<PreparedExperts> PrepareExperts(const ExpertsSource& source, std::span<const SegmentWeights> weights,
                                        const LoadOptions& options = {});
 

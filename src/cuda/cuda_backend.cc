@@ -25,7 +25,7 @@ Result<void> CheckOptions(const Options& options) {
                              DeviceText(options.device), limits->compute_capability / 10,
                              limits->compute_capability % 10));
   }
-  if (options.mode != CpuMode::kExact) {
+  if (options.mode != CpuMode::kFast) {
     return Error(StatusCode::kUnsupported,
                  fmt::format("cuda executor: mode {} is of the cpu executor", CpuModeName(options.mode)));
   }

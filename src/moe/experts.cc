@@ -4,10 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "base/checked.h"
 #include "moe/device_memory.h"
+#include "moe/slab_hash.h"
+#include "moe/slab_order.h"
 
 namespace espalier {
 namespace {
@@ -19,30 +23,53 @@ struct Place {
   std::string_view identity;
   std::string matrix;  // "expert 3, gate", or empty for a linear
 
-  std::string Text(std::string_view what) const {
-    return matrix.empty() ? fmt::format("{}: {}", identity, what)
-                          : fmt::format("{}: {}: {}", identity, matrix, what);
+  std::string Name() const {
+    return matrix.empty() ? std::string(identity) : fmt::format("{}: {}", identity, matrix);
   }
+  std::string Text(std::string_view what) const { return fmt::format("{}: {}", Name(), what); }
 };
+
+Place PlaceOf(std::string_view identity, const SegmentDesc& segment, Projection projection) {
+  return {identity, fmt::format("expert {}, {}", segment.expert, ProjectionName(projection))};
+}
 
 // The same error, with the package it befell.
 tl::unexpected<Status> InPlace(std::string_view identity, const Status& status) {
   return Error(status.code(), fmt::format("{}: {}", identity, status.message()));
 }
 
+constexpr uint64_t kCopyWindowBytes = uint64_t{4} << 20;
+
+// Codes in panels become native on the way to a GPU.
 template <typename Package>
-Result<DeviceBuffer> CopySlab(const Package& package, uint64_t size_bytes, const Device& device) {
+Result<DeviceBuffer> CopySlab(const Package& package, std::span<const MatrixDesc> matrices,
+                              const Device& device) {
+  const uint64_t size_bytes = package.slab_bytes();
   Result<DeviceBuffer> slab = DeviceBuffer::Create(device, size_bytes);
   if (!slab) return InPlace(package.identity(), slab.error());
   if (size_bytes == 0) return slab;
+  const std::span<const std::byte> bytes(package.slab(), size_bytes);
   Result<void> copied;
-  if (package.device().is_host()) {
-    copied = WriteBuffer(*slab, 0, {package.slab(), size_bytes});
-  } else {
+  if (!package.device().is_host()) {
     copied = CopyBytes(package.device(), slab->data(), package.slab(), size_bytes);
+  } else if (device.is_host()) {
+    copied = WriteBuffer(*slab, 0, bytes);
+  } else {
+    copied = CopyToNative(matrices, bytes, kCopyWindowBytes, *slab);
   }
   if (!copied) return InPlace(package.identity(), copied.error());
   return slab;
+}
+
+// The table of a copy on `device`.
+Result<ExpertsTable> TableOn(const ExpertsTable& table, const Device& device) {
+  if (device.is_host()) return table;
+  std::vector<SegmentDesc> segments(table.segments().begin(), table.segments().end());
+  for (SegmentDesc& segment : segments) {
+    for (MatrixDesc& matrix : segment.matrices) matrix.order = CodeOrder::kNative;
+  }
+  return ExpertsTable::Create(table.geometry(), std::move(segments), table.slab_bytes(), table.identity(),
+                              table.rank_plan());
 }
 
 tl::unexpected<Status> GeometryError(const Place& place, std::string_view what) {
@@ -83,6 +110,7 @@ Result<void> CheckMatrix(const Place& place, const MatrixDesc& matrix, uint64_t 
     return Error(StatusCode::kUnsupported,
                  place.Text(fmt::format("unknown codebook number {}", static_cast<int>(matrix.codebook))));
   }
+  if (auto legal = CheckOrder(matrix.order, {}, place.Name()); !legal) return legal;
   // in * out / 8 * bits with both below 2^32 and bits <= 8 stays below 2^64.
   const std::tuple<std::string_view, uint64_t, uint64_t> ranges[] = {
       {"codes", matrix.codes_offset_bytes, matrix.code_bytes()},
@@ -93,6 +121,18 @@ Result<void> CheckMatrix(const Place& place, const MatrixDesc& matrix, uint64_t 
   for (const auto& [name, offset, size] : ranges) {
     if (name == "bias" && offset == kAbsentOffset) continue;
     if (Result<void> checked = CheckRange(place, name, offset, size, slab_bytes); !checked) return checked;
+  }
+  return {};
+}
+
+// The orders of a table whose slab turns out to lie on `device`.
+Result<void> CheckOrders(const ExpertsTable& table, const Device& device) {
+  for (const SegmentDesc& segment : table.segments()) {
+    for (const Projection projection : {Projection::kGate, Projection::kUp, Projection::kDown}) {
+      const Place place = PlaceOf(table.identity(), segment, projection);
+      auto legal = CheckOrder(segment.matrices[static_cast<int>(projection)].order, device, place.Name());
+      if (!legal) return legal;
+    }
   }
   return {};
 }
@@ -160,9 +200,7 @@ Result<void> CheckShape(const Place& place, const MatrixDesc& matrix, uint32_t i
 
 Result<void> CheckSegment(std::string_view identity, const MoeGeometry& geometry, const SegmentDesc& segment,
                           uint64_t slab_bytes) {
-  const auto place_of = [&](Projection projection) {
-    return Place{identity, fmt::format("expert {}, {}", segment.expert, ProjectionName(projection))};
-  };
+  const auto place_of = [&](Projection projection) { return PlaceOf(identity, segment, projection); };
   const bool needs_gate = ActivationHasGate(geometry.activation.kind);
   if (needs_gate != segment.gate().present()) {
     return GeometryError(
@@ -251,6 +289,7 @@ Result<PreparedExperts> PreparedExperts::Create(ExpertsTable table, DeviceBuffer
   }
   DeviceBuffer device_table;
   if (!slab.device().is_host()) {
+    if (auto legal = CheckOrders(table, slab.device()); !legal) return tl::unexpected(legal.error());
     Result<DeviceBuffer> made = MakeDeviceTable(table, slab);
     if (!made) return InPlace(table.identity(), made.error());
     device_table = *std::move(made);
@@ -280,6 +319,8 @@ Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t
   if (Result<void> checked = CheckMatrix(place, matrix, slab.size_bytes()); !checked) {
     return tl::unexpected(checked.error());
   }
+  if (auto legal = CheckOrder(matrix.order, slab.device(), place.Name()); !legal)
+    return tl::unexpected(legal.error());
   if (in_channels > matrix.in_channels || out_channels > matrix.out_channels) {
     return GeometryError(place, fmt::format("{} x {} channels asked for; stored are {} x {}", in_channels,
                                             out_channels, matrix.in_channels, matrix.out_channels));
@@ -294,16 +335,20 @@ Result<PreparedLinear> PreparedLinear::Create(const MatrixDesc& matrix, uint32_t
 }
 
 Result<PreparedExperts> ToDevice(const PreparedExperts& experts, const Device& device) {
-  Result<DeviceBuffer> slab = CopySlab(experts, experts.slab_bytes(), device);
+  Result<ExpertsTable> table = TableOn(experts.table(), device);
+  if (!table) return tl::unexpected(table.error());
+  Result<DeviceBuffer> slab = CopySlab(experts, PresentMatrices(experts.table()), device);
   if (!slab) return tl::unexpected(slab.error());
-  return PreparedExperts::Create(experts.table(), *std::move(slab), experts.content_sha256());
+  return PreparedExperts::Create(*std::move(table), *std::move(slab), experts.content_sha256());
 }
 
 Result<PreparedLinear> ToDevice(const PreparedLinear& linear, const Device& device) {
-  Result<DeviceBuffer> slab = CopySlab(linear, linear.slab_bytes(), device);
+  Result<DeviceBuffer> slab = CopySlab(linear, {&linear.matrix(), 1}, device);
   if (!slab) return tl::unexpected(slab.error());
-  return PreparedLinear::Create(linear.matrix(), linear.in_channels(), linear.out_channels(),
-                                *std::move(slab), linear.identity());
+  MatrixDesc matrix = linear.matrix();
+  if (!device.is_host()) matrix.order = CodeOrder::kNative;
+  return PreparedLinear::Create(matrix, linear.in_channels(), linear.out_channels(), *std::move(slab),
+                                linear.identity());
 }
 
 }  // namespace espalier

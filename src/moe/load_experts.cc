@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From a checkpoint to a slab: describe the share of a rank, place it, allocate once, read each byte straight
-// to its place.
+// From a checkpoint to a slab: describe the share of a rank, place it, allocate once, read each byte to its
+// place.
 #include <espalier/experts.h>
 #include <espalier/prepare.h>
 #include <fmt/format.h>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "moe/slab_hash.h"
+#include "moe/slab_order.h"
 #include "moe/slab_plan.h"
 #include "moe/slab_reader.h"
 
@@ -203,7 +204,7 @@ Result<PreparedExperts> LoadShare(const Checkpoint& checkpoint, const Share& sha
                                   const LoadOptions& options) {
   if (Result<void> usable = checkpoint.CheckUsable(checkpoint.layers()[share.layer].label); !usable)
     return tl::unexpected(usable.error());
-  Result<ExpertsTable> table = PlanExperts(share.source);
+  Result<ExpertsTable> table = PlanExperts(share.source, options);
   if (!table) return tl::unexpected(table.error());
   const Result<SlabReader> reader = MakeReader(checkpoint, share, *table);
   if (!reader) return tl::unexpected(reader.error());
@@ -300,7 +301,7 @@ Result<LoadSizes> SizeExperts(const Checkpoint& checkpoint, const ExtentPlan& pl
                               int global_rank, const LoadOptions& options) {
   const Result<Share> share = DescribeRank(checkpoint, plan, layer, global_rank, options);
   if (!share) return tl::unexpected(share.error());
-  Result<ExpertsTable> table = PlanExperts(share->source);
+  Result<ExpertsTable> table = PlanExperts(share->source, options);
   if (!table) return tl::unexpected(table.error());
   const Result<SlabReader> reader = MakeReader(checkpoint, *share, *table);
   if (!reader) return tl::unexpected(reader.error());
@@ -325,7 +326,9 @@ Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view
     return tl::unexpected(marker.error());
   const Result<MatrixSpec> spec = SpecMaker().Make(*source);
   if (!spec) return tl::unexpected(spec.error());
-  SlabPlan plan;
+  const Result<CodeOrder> order = ChooseOrder(options, source->name);
+  if (!order) return tl::unexpected(order.error());
+  SlabPlan plan(*order);
   const Result<MatrixDesc> desc = plan.Add(*spec, source->name);
   if (!desc) return tl::unexpected(desc.error());
   const Result<uint64_t> size = plan.SizeBytes();

@@ -7,7 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "moe/code_order.h"
+
 namespace espalier {
+
+// Room for the codes of one tile at any rate.
+struct TileWords {
+  std::byte bytes[TileBytes(kMaxBits)];
+};
 
 // A MatrixDesc resolved against its slab: what an executor works on.
 struct MatrixView {
@@ -21,9 +28,16 @@ struct MatrixView {
   Codebook codebook = Codebook::k3Inst;
   CodeOrder order = CodeOrder::kNative;
 
-  const std::byte* Tile(uint32_t tile_row, uint32_t tile_column) const {
-    const uint64_t index = uint64_t{tile_row} * (out_channels / kTileChannels) + tile_column;
-    return codes + index * TileBytes(bits);
+  // The codes of one tile as docs/format.md has them: in the slab where its order is native, otherwise
+  // gathered into `scratch`.
+  const std::byte* Tile(uint32_t tile_row, uint32_t tile_column, TileWords& scratch) const {
+    if (order == CodeOrder::kNative) {
+      const uint64_t index = uint64_t{tile_row} * (out_channels / kTileChannels) + tile_column;
+      return codes + index * TileBytes(bits);
+    }
+    const uint64_t step = PanelStepOffset(in_channels, bits, tile_row, tile_column / 2);
+    TileFromPanelStep(codes + step, bits, tile_column % 2, scratch.bytes);
+    return scratch.bytes;
   }
 };
 

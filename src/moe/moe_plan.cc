@@ -39,7 +39,7 @@ Result<const Backend*> ChooseBackend(const Package& package, const Options& opti
   std::string_view name = ForcedBackendName(options.executor);
   // A mode other than the default asks for the cpu executor: another in its place would be a silent
   // fallback.
-  if (name.empty() && options.mode != CpuMode::kExact) name = CpuBackend().name();
+  if (name.empty() && options.mode != CpuMode::kFast) name = CpuBackend().name();
   if (name.empty() && !options.device.is_host()) name = "cuda";
   const Backend* chosen = nullptr;
   if (!name.empty()) {

@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "base/parallel.h"
 #include "moe/device_memory.h"
 #include "moe/slab_hash.h"
+#include "moe/slab_order.h"
 #include "moe/slab_plan.h"
 
 namespace espalier {
@@ -30,6 +32,7 @@ Result<MatrixDesc> SlabPlan::Add(const MatrixSpec& spec, std::string_view name) 
   desc.out_channels = spec.out_channels;
   desc.bits = static_cast<uint8_t>(spec.bits);
   desc.codebook = spec.codebook;
+  desc.order = order_;
   desc.codes_offset_bytes = Place(desc.code_bytes());
   desc.suh_offset_bytes = PlaceVector(spec.suh_key, spec.in_channels);
   desc.svh_offset_bytes = PlaceVector(spec.svh_key, spec.out_channels);
@@ -65,30 +68,37 @@ std::string MatrixPlace(const ExpertsSource& source, const SegmentSpec& segment,
                      ProjectionName(static_cast<Projection>(projection)));
 }
 
-Result<void> CopyPart(std::string_view place, std::string_view name, const void* from, uint64_t offset,
-                      uint64_t bytes, DeviceBuffer& slab) {
-  if (offset == kAbsentOffset) return {};
-  if (from == nullptr) {
-    return Error(StatusCode::kUsage, fmt::format("{}: the pointer to the {} is null", place, name));
-  }
-  return WriteBuffer(slab, offset, {static_cast<const std::byte*>(from), bytes});
+tl::unexpected<Status> NullError(std::string_view place, std::string_view name) {
+  return Error(StatusCode::kUsage, fmt::format("{}: the pointer to the {} is null", place, name));
+}
+
+Result<void> CopyCodes(std::string_view place, const MatrixDesc& desc, const void* from, DeviceBuffer& slab) {
+  if (from == nullptr) return NullError(place, "codes");
+  const auto* codes = static_cast<const std::byte*>(from);
+  if (desc.order == CodeOrder::kNative)
+    return WriteBuffer(slab, desc.codes_offset_bytes, {codes, desc.code_bytes()});
+  PanelsFromRows(desc, 0, desc.in_channels / kTileChannels, codes, slab.data() + desc.codes_offset_bytes);
+  return {};
 }
 
 Result<void> CopyMatrix(std::string_view place, const MatrixDesc& desc, const MatrixWeights& weights,
                         DeviceBuffer& slab) {
+  if (auto copied = CopyCodes(place, desc, weights.codes, slab); !copied) return copied;
   const struct {
     std::string_view name;
-    const void* from;
-    uint64_t offset, bytes;
-  } parts[] = {
-      {"codes", weights.codes, desc.codes_offset_bytes, desc.code_bytes()},
-      {"suh vector", weights.suh, desc.suh_offset_bytes, uint64_t{desc.in_channels} * 2},
-      {"svh vector", weights.svh, desc.svh_offset_bytes, uint64_t{desc.out_channels} * 2},
-      {"bias", weights.bias, desc.bias_offset_bytes, uint64_t{desc.out_channels} * 2},
+    const uint16_t* from;
+    uint64_t offset;
+    uint32_t channels;
+  } vectors[] = {
+      {"suh vector", weights.suh, desc.suh_offset_bytes, desc.in_channels},
+      {"svh vector", weights.svh, desc.svh_offset_bytes, desc.out_channels},
+      {"bias", weights.bias, desc.bias_offset_bytes, desc.out_channels},
   };
-  for (const auto& part : parts) {
-    if (auto copied = CopyPart(place, part.name, part.from, part.offset, part.bytes, slab); !copied)
-      return copied;
+  for (const auto& vector : vectors) {
+    if (vector.offset == kAbsentOffset) continue;
+    if (vector.from == nullptr) return NullError(place, vector.name);
+    auto copied = WriteBuffer(slab, vector.offset, std::as_bytes(std::span(vector.from, vector.channels)));
+    if (!copied) return copied;
   }
   return {};
 }
@@ -107,8 +117,10 @@ std::vector<const std::byte*> CodesOf(const ExpertsTable& table, std::span<const
 
 }  // namespace
 
-Result<ExpertsTable> PlanExperts(const ExpertsSource& source) {
-  SlabPlan plan;
+Result<ExpertsTable> PlanExperts(const ExpertsSource& source, const LoadOptions& options) {
+  const Result<CodeOrder> order = ChooseOrder(options, source.identity);
+  if (!order) return tl::unexpected(order.error());
+  SlabPlan plan(*order);
   std::vector<SegmentDesc> segments;
   segments.reserve(source.segments.size());
   for (const SegmentSpec& spec : source.segments) {
@@ -139,7 +151,7 @@ Result<ExpertsTable> PlanExperts(const ExpertsSource& source) {
 
 Result<PreparedExperts> PrepareExperts(const ExpertsSource& source, std::span<const SegmentWeights> weights,
                                        const LoadOptions& options) {
-  Result<ExpertsTable> table = PlanExperts(source);
+  Result<ExpertsTable> table = PlanExperts(source, options);
   if (!table) return tl::unexpected(table.error());
   if (weights.size() != source.segments.size()) {
     return Error(StatusCode::kUsage, fmt::format("{}: weights of {} segments; legal: {}", source.identity,

@@ -11,6 +11,7 @@
 #include "base/parallel.h"
 #include "base/sha256.h"
 #include "moe/device_memory.h"
+#include "moe/slab_order.h"
 
 namespace espalier {
 namespace {
@@ -46,7 +47,7 @@ std::vector<CodePiece> CodePieces(std::span<const MatrixDesc> matrices) {
   std::vector<CodePiece> pieces;
   for (size_t m = 0; m < matrices.size(); ++m) {
     const uint64_t rows = matrices[m].in_channels / kTileChannels;
-    const uint64_t row_bytes = matrices[m].code_bytes() / rows;
+    const uint64_t row_bytes = TileRowBytes(matrices[m]);
     const uint64_t rows_per_piece = std::max<uint64_t>(kPieceBytes / row_bytes, 1);
     for (uint64_t row = 0; row < rows; row += rows_per_piece) {
       pieces.push_back({.matrix = m,

@@ -17,6 +17,9 @@ namespace espalier {
 
 class SlabPlan {
  public:
+  // All codes get this order; sizes and offsets do not depend on it.
+  explicit SlabPlan(CodeOrder order) : order_(order) {}
+
   // Equal specs in equal order give equal offsets. `name` is for messages. Error: kGeometry.
   Result<MatrixDesc> Add(const MatrixSpec& spec, std::string_view name);
 
@@ -27,6 +30,7 @@ class SlabPlan {
   uint64_t Place(uint64_t size);
   uint64_t PlaceVector(uint64_t key, uint64_t channels);
 
+  CodeOrder order_;
   CheckedBytes size_bytes_;
   std::map<std::pair<uint64_t, uint64_t>, uint64_t> shared_;  // (key, channels) -> offset
 };

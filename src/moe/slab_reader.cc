@@ -12,6 +12,7 @@
 
 #include "base/sha256.h"
 #include "moe/device_memory.h"
+#include "moe/slab_order.h"
 #include "moe/workspace.h"
 
 namespace espalier {
@@ -21,7 +22,9 @@ constexpr uint64_t kMaxScratchBytes = uint64_t{1} << 20;
 constexpr uint64_t kMinScratchBytes = uint64_t{64} << 10;
 // A copy of a window takes longer than its call, and a smaller part of what reading it takes: so one window a
 // thread is enough, and the other threads read meanwhile.
-constexpr uint64_t kMaxWindowBytes = uint64_t{4} << 20;
+constexpr uint64_t kMaxDeviceWindowBytes = uint64_t{4} << 20;
+// Bytes stay in the cache from the read to the permutation, and a read still costs more than its call.
+constexpr uint64_t kMaxPanelWindowBytes = uint64_t{1} << 20;
 constexpr uint64_t kPageBytes = 4096;
 constexpr int kMaxLanes = 4096;
 constexpr uint16_t kFp16One = 0x3C00;
@@ -149,8 +152,8 @@ Result<void> SlabReader::AddCodes(std::span<const PlacedMatrix> matrices) {
     }
     task.target_offset = matrices_[piece.matrix].codes_offset_bytes + piece.first_byte;
     task.target_bytes = piece.size_bytes;
-    task.unit_bytes =
-        matrices_[piece.matrix].code_bytes() / (matrices_[piece.matrix].in_channels / kTileChannels);
+    task.unit_bytes = TileRowBytes(matrices_[piece.matrix]);
+    if (matrices_[piece.matrix].order == CodeOrder::kPanels) task.panels = matrices_[piece.matrix];
     if (task.bytes != piece.size_bytes) {
       return Error(StatusCode::kFormat,
                    fmt::format("{}: found {} bytes for codes [{}, +{}), legal: all of them", source.name,
@@ -179,7 +182,16 @@ SlabReader::Staging SlabReader::ChooseStaging(const LoadOptions& options) const 
   const int threads = NumLanes(options.num_threads);
   const auto tasks = static_cast<int>(std::clamp<uint64_t>(tasks_.size(), 1, kMaxLanes));
   const int max_lanes = std::min(threads, tasks);
-  if (!options.device.is_host()) return ChooseDeviceStaging(options, max_lanes);
+  uint64_t least_window = 0, most_window = 0;
+  for (const Task& task : tasks_) {
+    if (!NeedsWindow(task, options.device)) continue;
+    least_window = std::max(least_window, RoundUp(task.unit_bytes, kPageBytes));
+    most_window = std::max(most_window, RoundUp(task.target_bytes, kPageBytes));
+  }
+  if (least_window != 0) {
+    const uint64_t usual = options.device.is_host() ? kMaxPanelWindowBytes : kMaxDeviceWindowBytes;
+    return ChooseWindows(options, max_lanes, least_window, std::clamp(usual, least_window, most_window));
+  }
   if (!needs_staging_) return {.lanes = max_lanes};
   const uint64_t most = std::max<uint64_t>(options.staging_bytes / kMinScratchBytes, 1);
   const int lanes = std::min(max_lanes, static_cast<int>(std::min<uint64_t>(most, kMaxLanes)));
@@ -188,9 +200,8 @@ SlabReader::Staging SlabReader::ChooseStaging(const LoadOptions& options) const 
   return {.lanes = lanes, .scratch_bytes = std::clamp(share, kMinScratchBytes, kMaxScratchBytes)};
 }
 
-SlabReader::Staging SlabReader::ChooseDeviceStaging(const LoadOptions& options, int max_lanes) const {
-  uint64_t least_window = kPageBytes;
-  for (const Task& task : tasks_) least_window = std::max(least_window, RoundUp(task.unit_bytes, kPageBytes));
+SlabReader::Staging SlabReader::ChooseWindows(const LoadOptions& options, int max_lanes,
+                                              uint64_t least_window, uint64_t most_window) const {
   const uint64_t least_scratch = needs_staging_ ? kMinScratchBytes : 0;
   const uint64_t most = std::max<uint64_t>(options.staging_bytes / (least_window + least_scratch), 1);
   const int lanes = std::min(max_lanes, static_cast<int>(std::min<uint64_t>(most, kMaxLanes)));
@@ -203,7 +214,7 @@ SlabReader::Staging SlabReader::ChooseDeviceStaging(const LoadOptions& options, 
   const uint64_t window = share - std::min(share, scratch);
   return {.lanes = lanes,
           .scratch_bytes = scratch,
-          .window_bytes = std::clamp(window, least_window, std::max(least_window, kMaxWindowBytes))};
+          .window_bytes = std::clamp(window, least_window, most_window)};
 }
 
 uint64_t SlabReader::StagingBytes(const LoadOptions& options) const {
@@ -242,9 +253,22 @@ Result<void> SlabReader::RunTask(const Task& task, uint64_t target_offset, std::
   return {};
 }
 
-Result<void> SlabReader::UploadTask(const Task& task, std::span<std::byte> scratch,
-                                    std::span<std::byte> window, DeviceBuffer& slab,
-                                    std::string* hash) const {
+Result<void> SlabReader::Deliver(const Task& task, uint64_t begin, std::span<const std::byte> bytes,
+                                 DeviceBuffer& slab) const {
+  if (task.panels.present()) {
+    const uint64_t codes = task.panels.codes_offset_bytes;
+    PanelsFromRows(task.panels, (begin - codes) / task.unit_bytes, bytes.size() / task.unit_bytes,
+                   bytes.data(), slab.data() + codes);
+    return {};
+  }
+  if (auto written = WriteBuffer(slab, begin, bytes); !written)
+    return Error(written.error().code(), fmt::format("{}: {}", identity_, written.error().message()));
+  return {};
+}
+
+Result<void> SlabReader::RunThroughWindow(const Task& task, std::span<std::byte> scratch,
+                                          std::span<std::byte> window, DeviceBuffer& slab,
+                                          std::string* hash) const {
   Sha256 sha256;
   const uint64_t end = task.target_offset + task.target_bytes;
   const uint64_t step = window.size() / task.unit_bytes * task.unit_bytes;
@@ -259,9 +283,7 @@ Result<void> SlabReader::UploadTask(const Task& task, std::span<std::byte> scrat
     }
     if (auto read = RunTask(part, begin, target, scratch); !read) return read;
     if (hash != nullptr) sha256.Update(target);
-    if (auto written = WriteBuffer(slab, begin, target); !written) {
-      return Error(written.error().code(), fmt::format("{}: {}", identity_, written.error().message()));
-    }
+    if (auto delivered = Deliver(task, begin, target, slab); !delivered) return delivered;
   }
   if (hash != nullptr) *hash = sha256.FinishHex();
   return {};
@@ -289,12 +311,12 @@ Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, De
     const std::span<std::byte> scratch = own.first(staging.scratch_bytes);
     std::string* hash = index < hashes.size() ? &hashes[index] : nullptr;
     Result<void> done;
-    if (slab.device().is_host()) {
+    if (NeedsWindow(task, slab.device())) {
+      done = RunThroughWindow(task, scratch, own.subspan(staging.scratch_bytes), slab, hash);
+    } else {
       done = RunTask(task, 0, {slab.data(), slab.size_bytes()}, scratch);
       // While the piece is still in the cache.
       if (done && hash != nullptr) *hash = Sha256Hex({slab.data() + task.target_offset, task.target_bytes});
-    } else {
-      done = UploadTask(task, scratch, own.subspan(staging.scratch_bytes), slab, hash);
     }
     outcome.Finish(index, done, task.bytes);
   });

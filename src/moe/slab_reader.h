@@ -44,14 +44,17 @@ class SlabReader {
   struct Task {
     std::vector<CopyRegion> regions;  // targets are bytes of the slab, or of the bits where those are signs
     uint64_t bytes = 0;               // to be read
-    // What it fills. A part of it that is a multiple of the unit can be read on its own.
+    // What it fills; in panels, what it would fill in native order. A part of it that is a multiple of the
+    // unit can be read on its own.
     uint64_t target_offset = 0;
     uint64_t target_bytes = 0;
     uint64_t unit_bytes = 0;
     uint64_t sign_channels = 0;  // not 0: sign bits to be expanded to fp16 values
+    // Of codes that go to panels: the matrix, otherwise absent.
+    MatrixDesc panels = {};
   };
-  // Host memory of one thread: what is read row by row goes through the scratch; a slab on a GPU is filled
-  // through the window.
+  // Host memory of one thread: what is read row by row goes through the scratch; a slab on a GPU, and panels,
+  // are filled through the window.
   struct Staging {
     int lanes = 1;
     uint64_t scratch_bytes = 0;
@@ -65,15 +68,23 @@ class SlabReader {
 
   Result<void> AddCodes(std::span<const PlacedMatrix> matrices);
   void AddVector(const VectorSource& source, uint64_t offset, uint64_t channels);
+  static bool NeedsWindow(const Task& task, const Device& device) {
+    return !device.is_host() || task.panels.present();
+  }
   Staging ChooseStaging(const LoadOptions& options) const;
-  Staging ChooseDeviceStaging(const LoadOptions& options, int max_lanes) const;
+  // With windows of `least_window` to `most_window` bytes.
+  Staging ChooseWindows(const LoadOptions& options, int max_lanes, uint64_t least_window,
+                        uint64_t most_window) const;
   Result<HostBuffer> AllocateStaging(const Staging& staging, const Device& device) const;
   // Fills `target`, which begins at byte `target_offset` of the slab, with the task or a part of it.
   Result<void> RunTask(const Task& task, uint64_t target_offset, std::span<std::byte> target,
                        std::span<std::byte> scratch) const;
-  // Through host memory to a slab elsewhere. Hashes on the way when `hash` is not null.
-  Result<void> UploadTask(const Task& task, std::span<std::byte> scratch, std::span<std::byte> window,
-                          DeviceBuffer& slab, std::string* hash) const;
+  // Through the window to a slab elsewhere, or of another order. Hashes on the way when `hash` is not null.
+  Result<void> RunThroughWindow(const Task& task, std::span<std::byte> scratch, std::span<std::byte> window,
+                                DeviceBuffer& slab, std::string* hash) const;
+  // Bytes of a task, from byte `begin` of what it fills, to their place.
+  Result<void> Deliver(const Task& task, uint64_t begin, std::span<const std::byte> bytes,
+                       DeviceBuffer& slab) const;
 
   const Checkpoint* checkpoint_;
   std::string identity_;

@@ -20,11 +20,12 @@ constexpr uint32_t kBlock = kHadamardChannels;
 void DecodeInnerBlock(const MatrixView& matrix, uint32_t in_block, uint32_t out_block, double* block) {
   constexpr uint32_t kTiles = kBlock / kTileChannels;
   uint16_t values[kTileWeights];
+  TileWords words;
   for (uint32_t tile = 0; tile < kTiles * kTiles; ++tile) {
     const uint32_t tile_row = tile / kTiles;
     const uint32_t tile_column = tile % kTiles;
-    DecodeTile(matrix.Tile(in_block * kTiles + tile_row, out_block * kTiles + tile_column), matrix.bits,
-               matrix.codebook, values);
+    DecodeTile(matrix.Tile(in_block * kTiles + tile_row, out_block * kTiles + tile_column, words),
+               matrix.bits, matrix.codebook, values);
     for (uint32_t i = 0; i < kTileWeights; ++i) {
       const uint32_t row = tile_row * kTileChannels + i / kTileChannels;
       block[row * kBlock + tile_column * kTileChannels + i % kTileChannels] = Fp16ToFloat(values[i]);

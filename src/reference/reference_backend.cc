@@ -23,7 +23,7 @@ namespace {
 // Tokens are taken in chunks, which bounds the workspace. An expert's codes are decoded once a chunk.
 constexpr uint64_t kChunkTokens = 64;
 constexpr uint64_t kChunkRoutes = 1024;
-constexpr uint32_t kPanelChannels = kHadamardChannels;
+constexpr uint32_t kPanelColumns = kHadamardChannels;
 
 // Scratch of a single matrix product: a panel of decoded weights for every thread, and rotated inputs.
 struct ProductScratch {
@@ -53,7 +53,7 @@ Result<MoeLayout> LayOut(const ExpertsTable& experts, const MoePlanOptions& opti
   const uint64_t width = experts.max_intermediate_channels();
   MoeLayout layout;
   layout.chunk_tokens = ChunkTokens(options, kChunkTokens, kChunkRoutes);
-  layout.panel_bytes = std::max(hidden, width) * kPanelChannels * sizeof(float);
+  layout.panel_bytes = std::max(hidden, width) * kPanelColumns * sizeof(float);
   const Result<uint64_t> pack_bytes = RoutePackBytes(layout.chunk_tokens, options.top_k, geometry.experts);
   if (!pack_bytes) return tl::unexpected(pack_bytes.error());
   const CheckedBytes routes = layout.chunk_tokens * options.top_k;
@@ -86,7 +86,7 @@ Result<LinearLayout> LayOut(const PreparedLinear& linear, const LinearPlanOption
   const uint64_t out = linear.matrix().out_channels;
   LinearLayout layout;
   layout.chunk_tokens = std::min(options.max_tokens, kChunkTokens);
-  layout.panel_bytes = in * kPanelChannels * sizeof(float);
+  layout.panel_bytes = in * kPanelColumns * sizeof(float);
   WorkspaceLayout arrays;
   layout.panels = arrays.Add(layout.panel_bytes, static_cast<uint64_t>(NumLanes(options.num_threads)));
   layout.rotated = arrays.Add(CheckedBytes(layout.chunk_tokens) * in, sizeof(double));
@@ -102,15 +102,17 @@ Result<LinearLayout> LayOut(const PreparedLinear& linear, const LinearPlanOption
 // exact as floats.
 void DecodePanel(const MatrixView& matrix, uint64_t panel, float* weights) {
   const std::span<const float, kNumStates> codebook = CodebookTableFloat(matrix.codebook);
-  constexpr uint32_t kTiles = kPanelChannels / kTileChannels;
+  constexpr uint32_t kTiles = kPanelColumns / kTileChannels;
+  TileWords words;
   for (uint32_t tile_row = 0; tile_row < matrix.in_channels / kTileChannels; ++tile_row) {
     for (uint32_t tile_column = 0; tile_column < kTiles; ++tile_column) {
-      const std::byte* tile = matrix.Tile(tile_row, static_cast<uint32_t>(panel) * kTiles + tile_column);
+      const std::byte* tile =
+          matrix.Tile(tile_row, static_cast<uint32_t>(panel) * kTiles + tile_column, words);
       for (int i = 0; i < static_cast<int>(kTileWeights); ++i) {
         const TilePosition position = PositionOf(i);
         const uint64_t row = uint64_t{tile_row} * kTileChannels + static_cast<uint64_t>(position.row);
         const uint64_t column = tile_column * kTileChannels + static_cast<uint64_t>(position.column);
-        weights[row * kPanelChannels + column] = codebook[TileState(tile, matrix.bits, i)];
+        weights[row * kPanelColumns + column] = codebook[TileState(tile, matrix.bits, i)];
       }
     }
   }
@@ -126,20 +128,19 @@ void ApplyMatrix(const MatrixView& matrix, uint64_t num_rows, const double* x, c
     for (uint64_t i = 0; i < in; ++i) rotated[i] = x[row * in + i] * double{Fp16ToFloat(matrix.suh[i])};
     Hadamard128Blocks(rotated, matrix.in_channels);
   }
-  RunOnLanes(scratch.pool, scratch.num_lanes, out / kPanelChannels, [&](uint64_t lane, uint64_t panel) {
+  RunOnLanes(scratch.pool, scratch.num_lanes, out / kPanelColumns, [&](uint64_t lane, uint64_t panel) {
     float* weights = reinterpret_cast<float*>(scratch.panels + lane * scratch.panel_bytes);
     DecodePanel(matrix, panel, weights);
-    const uint64_t first = panel * kPanelChannels;
+    const uint64_t first = panel * kPanelColumns;
     for (uint64_t row = 0; row < num_rows; ++row) {
       double* result = y + row * out + first;
-      std::fill_n(result, kPanelChannels, 0.0);
+      std::fill_n(result, kPanelColumns, 0.0);
       for (uint64_t i = 0; i < in; ++i) {
         const double a = scratch.rotated[row * in + i];
-        for (uint64_t c = 0; c < kPanelChannels; ++c)
-          result[c] += a * double{weights[i * kPanelChannels + c]};
+        for (uint64_t c = 0; c < kPanelColumns; ++c) result[c] += a * double{weights[i * kPanelColumns + c]};
       }
       Hadamard128(result);
-      for (uint64_t c = 0; c < kPanelChannels; ++c) {
+      for (uint64_t c = 0; c < kPanelColumns; ++c) {
         result[c] *= double{Fp16ToFloat(matrix.svh[first + c])};
         if (matrix.bias != nullptr) result[c] += double{Fp16ToFloat(matrix.bias[first + c])};
       }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/placed_call.h"
 
+#include <espalier/backend.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -28,6 +30,22 @@ void Require(const Result<void>& result) {
 uint64_t IdBytes(const MoeCall& call) { return call.id_type == IdType::kInt64 ? 8 : 4; }
 
 }  // namespace
+
+ExecutorChoice ChoiceOf(const std::string& executor) {
+  for (const CpuMode mode : {CpuMode::kFast, CpuMode::kInt8}) {
+    if (executor == "cpu_" + std::string(CpuModeName(mode))) return {.name = "cpu", .mode = mode};
+  }
+  return {.name = executor, .mode = executor == "cpu" ? CpuMode::kExact : CpuMode::kFast};
+}
+
+std::vector<std::string> AllExecutors() {
+  std::vector<std::string> names;
+  for (const Backend* backend : Backends()) {
+    names.emplace_back(backend->name());
+    if (backend->name() == "cpu") names.insert(names.end(), {"cpu_fast", "cpu_int8"});
+  }
+  return names;
+}
 
 Device DeviceOf(const std::string& executor) { return executor == "cuda" ? kFirstGpu : Device{}; }
 
@@ -74,7 +92,8 @@ Result<std::unique_ptr<PlacedCall>> PlacedCall::Create(const PreparedExperts& ex
                                 .output = call.output,
                                 .checked_ids = call.checked_ids,
                                 .device = DeviceOf(executor),
-                                .executor = executor,
+                                .executor = ChoiceOf(executor).name,
+                                .mode = ChoiceOf(executor).mode,
                                 .num_threads = call.num_threads});
   if (!plan) return tl::unexpected(plan.error());
   return std::unique_ptr<PlacedCall>(new PlacedCall(experts, call, *std::move(plan)));

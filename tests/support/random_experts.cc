@@ -11,6 +11,7 @@
 
 #include "base/checked.h"
 #include "base/half.h"
+#include "moe/slab_order.h"
 #include "reference/activation.h"
 #include "support/elements.h"
 
@@ -33,8 +34,8 @@ std::vector<uint16_t> RandomVector(Random& random, uint32_t channels, double sca
   return values;
 }
 
-MatrixDesc AddMatrix(Random& random, SlabWriter& slab, uint32_t in, uint32_t out,
-                     const MatrixFormat& format) {
+MatrixDesc AddMatrix(Random& random, SlabWriter& slab, uint32_t in, uint32_t out, const MatrixFormat& format,
+                     CodeOrder order) {
   MatrixDesc desc;
   desc.in_channels = in;
   desc.out_channels = out;
@@ -42,7 +43,15 @@ MatrixDesc AddMatrix(Random& random, SlabWriter& slab, uint32_t in, uint32_t out
   desc.codebook = format.codebook;
   std::vector<uint64_t> codes(desc.code_bytes() / sizeof(uint64_t));
   for (uint64_t& word : codes) word = random.Next();
-  desc.codes_offset_bytes = slab.Add(codes);
+  desc.order = order;
+  std::vector<std::byte> words(desc.code_bytes());
+  if (order == CodeOrder::kPanels) {
+    PanelsFromRows(desc, 0, in / kTileChannels, reinterpret_cast<const std::byte*>(codes.data()),
+                   words.data());
+  } else {
+    std::memcpy(words.data(), codes.data(), words.size());
+  }
+  desc.codes_offset_bytes = slab.Add(words);
   desc.suh_offset_bytes = slab.Add(RandomVector(random, in, 1 / std::sqrt(in)));
   desc.svh_offset_bytes = slab.Add(RandomVector(random, out, 1));
   if (format.bias) desc.bias_offset_bytes = slab.Add(RandomVector(random, out, 0.1));
@@ -92,8 +101,9 @@ PreparedExperts MakeExperts(const ExpertsSpec& spec) {
         if (projection == Projection::kGate && !ActivationHasGate(spec.activation.kind)) continue;
         const MatrixFormat format = spec.format ? spec.format(expert, projection) : MatrixFormat{};
         const bool down = projection == Projection::kDown;
-        desc.matrices[static_cast<int>(projection)] = AddMatrix(
-            random, slab, down ? segment.channels : hidden, down ? hidden : segment.channels, format);
+        desc.matrices[static_cast<int>(projection)] =
+            AddMatrix(random, slab, down ? segment.channels : hidden, down ? hidden : segment.channels,
+                      format, spec.order);
       }
       if (spec.shared_input_vector) desc.matrices[1].suh_offset_bytes = desc.matrices[0].suh_offset_bytes;
       segments.push_back(desc);
@@ -123,10 +133,10 @@ PreparedExperts TakeExperts(const PreparedExperts& whole, uint32_t first, uint32
 }
 
 PreparedLinear MakeLinear(uint32_t stored_in, uint32_t stored_out, uint32_t in, uint32_t out,
-                          const MatrixFormat& format, uint64_t seed) {
+                          const MatrixFormat& format, uint64_t seed, CodeOrder order) {
   Random random(seed);
   SlabWriter slab;
-  const MatrixDesc desc = AddMatrix(random, slab, stored_in, stored_out, format);
+  const MatrixDesc desc = AddMatrix(random, slab, stored_in, stored_out, format, order);
   return Require(PreparedLinear::Create(desc, in, out, slab.Take(), "random linear"));
 }
 

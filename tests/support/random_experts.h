@@ -65,7 +65,8 @@ struct ExpertsSpec {
   std::vector<SegmentSpec> segments = {SegmentSpec{}};
   // Format of one matrix; empty = MatrixFormat{}.
   std::function<MatrixFormat(uint32_t expert, Projection projection)> format = {};
-  bool shared_input_vector = false;  // gate and up use one suh
+  bool shared_input_vector = false;      // gate and up use one suh
+  CodeOrder order = CodeOrder::kNative;  // the weights are the same in either
   uint64_t seed = 1;
 };
 
@@ -76,7 +77,7 @@ PreparedExperts MakeExperts(const ExpertsSpec& spec);
 PreparedExperts TakeExperts(const PreparedExperts& whole, uint32_t first, uint32_t count);
 
 PreparedLinear MakeLinear(uint32_t stored_in, uint32_t stored_out, uint32_t in, uint32_t out,
-                          const MatrixFormat& format, uint64_t seed);
+                          const MatrixFormat& format, uint64_t seed, CodeOrder order = CodeOrder::kNative);
 
 // One call of RunMoe in plain vectors.
 struct MoeCall {
@@ -96,6 +97,15 @@ struct MoeCall {
   std::vector<int32_t> expert_map;  // empty = none
   std::vector<double> y;            // before an accumulating call
 };
+
+// What tests call an executor: "cpu" is its mode exact, "cpu_fast" and "cpu_int8" are the others.
+struct ExecutorChoice {
+  std::string name;
+  CpuMode mode = CpuMode::kFast;
+};
+ExecutorChoice ChoiceOf(const std::string& executor);
+// Every executor of this build by those names.
+std::vector<std::string> AllExecutors();
 
 // Normal x, ids from [-1, experts), normal weights.
 MoeCall RandomCall(const PreparedExperts& experts, uint64_t num_tokens, uint32_t top_k, uint64_t seed);

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/kernel_list.h"
+#include "cpu/vector_avx2.h"
+
+namespace espalier::cpu {
+namespace {
+
+struct VectorAvx2Vnni : VectorAvx2 {
+  static ESPALIER_INLINE Int ByteSums(Int words) {
+    return _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), words, _mm256_set1_epi8(1));
+  }
+  static ESPALIER_INLINE Int DotInt16(Int sum, Int weights, Int input) {
+    return _mm256_dpwssd_avx_epi32(sum, weights, input);
+  }
+};
+
+}  // namespace
+
+const KernelTable& Avx2VnniTable() {
+  static const KernelTable table = [] {
+    KernelTable filled;
+    FillAvx2<VectorAvx2Vnni>(filled);
+    filled.name = "avx2-vnni";
+    return filled;
+  }();
+  return table;
+}
+
+}  // namespace espalier::cpu

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// 8 lanes: AVX2, FMA and F16C.
+#ifndef ESPALIER_SRC_CPU_VECTOR_AVX2_H_
+#define ESPALIER_SRC_CPU_VECTOR_AVX2_H_
+
+#include <immintrin.h>
+
+#include "cpu/vector_kernels.h"
+
+namespace espalier::cpu {
+namespace {
+
+struct VectorAvx2 {
+  using Int = __m256i;
+  using Float = __m256;
+  static constexpr uint32_t kLanes = 8;
+  static constexpr int kMaxRows = 6;  // 12 sums, two vectors of weights and an input of 16 registers
+
+  static ESPALIER_INLINE Int Load(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static ESPALIER_INLINE void Store(uint32_t* p, Int v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+  }
+  static ESPALIER_INLINE Float LoadFloat(const float* p) { return _mm256_loadu_ps(p); }
+  static ESPALIER_INLINE void StoreFloat(float* p, Float v) { _mm256_storeu_ps(p, v); }
+  static ESPALIER_INLINE Float LoadFp16(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static ESPALIER_INLINE Int Set(uint32_t v) { return _mm256_set1_epi32(static_cast<int>(v)); }
+  static ESPALIER_INLINE Float SetFloat(float v) { return _mm256_set1_ps(v); }
+  static ESPALIER_INLINE Int AsInt(Float v) { return _mm256_castps_si256(v); }
+  static ESPALIER_INLINE Float AsFloat(Int v) { return _mm256_castsi256_ps(v); }
+
+  static ESPALIER_INLINE Int And(Int a, Int b) { return _mm256_and_si256(a, b); }
+  static ESPALIER_INLINE Int Or(Int a, Int b) { return _mm256_or_si256(a, b); }
+  static ESPALIER_INLINE Int AndXor(Int a, Int b, Int c) { return _mm256_xor_si256(And(a, b), c); }
+  static ESPALIER_INLINE Int Add(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  static ESPALIER_INLINE Int Multiply(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
+  static ESPALIER_INLINE Int LargerInt(Int a, Int b) { return _mm256_max_epu32(a, b); }
+  template <int n>
+  static ESPALIER_INLINE Int ShiftRight(Int v) {
+    return _mm256_srli_epi32(v, n);
+  }
+  template <int n>
+  static ESPALIER_INLINE Int ShiftLeft(Int v) {
+    return _mm256_slli_epi32(v, n);
+  }
+  template <int n>
+  static ESPALIER_INLINE Int ShiftRightSigned(Int v) {
+    return _mm256_srai_epi32(v, n);
+  }
+  template <int n>
+  static ESPALIER_INLINE Int ShiftRightSigned16(Int v) {
+    return _mm256_srai_epi16(v, n);
+  }
+  static ESPALIER_INLINE Int PreviousGroup(Int v) {
+    return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6));
+  }
+  static ESPALIER_INLINE Int Straddle(Int before, Int word) {
+    const Int halves = _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3, 0, 1, 6, 7, 4, 5,
+                                        10, 11, 8, 9, 14, 15, 12, 13);
+    return _mm256_shuffle_epi8(_mm256_blend_epi16(before, word, 0xAA), halves);
+  }
+  template <int n>
+  static ESPALIER_INLINE Int StraddleRight(Int straddle) {
+    return ShiftRight<n>(straddle);
+  }
+
+  static ESPALIER_INLINE Int ByteSums(Int words) {
+    return _mm256_madd_epi16(ByteHalves(words), _mm256_set1_epi16(1));
+  }
+  static ESPALIER_INLINE Int ByteHalves(Int words) { return _mm256_maddubs_epi16(words, _mm256_set1_epi8(1)); }
+  static ESPALIER_INLINE Int ByteSumPair(Int first, Int second) {
+    return Or(ByteSums(first), ShiftLeft<16>(ByteSums(second)));
+  }
+  static ESPALIER_INLINE Int DotInt16(Int sum, Int weights, Int input) {
+    return Add(sum, _mm256_madd_epi16(weights, input));
+  }
+  static ESPALIER_INLINE Int DotFloat(Int sum, Int weights, Int input) {
+    return AsInt(_mm256_fmadd_ps(AsFloat(weights), AsFloat(input), AsFloat(sum)));
+  }
+
+  static ESPALIER_INLINE Float AddFloat(Float a, Float b) { return _mm256_add_ps(a, b); }
+  static ESPALIER_INLINE Float SubtractFloat(Float a, Float b) { return _mm256_sub_ps(a, b); }
+  static ESPALIER_INLINE Float MultiplyFloat(Float a, Float b) { return _mm256_mul_ps(a, b); }
+  static ESPALIER_INLINE Float DivideFloat(Float a, Float b) { return _mm256_div_ps(a, b); }
+  static ESPALIER_INLINE Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  // The second operand where one is NaN.
+  static ESPALIER_INLINE Float Max(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static ESPALIER_INLINE Float Min(Float a, Float b) { return _mm256_min_ps(a, b); }
+  static ESPALIER_INLINE Float Abs(Float v) { return _mm256_andnot_ps(SetFloat(-0.0f), v); }
+  static ESPALIER_INLINE Float Negated(Float v) { return _mm256_xor_ps(v, SetFloat(-0.0f)); }
+  static ESPALIER_INLINE Float Round(Float v) {
+    return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static ESPALIER_INLINE Float ToFloat(Int v) { return _mm256_cvtepi32_ps(v); }
+  static ESPALIER_INLINE Int ToInt(Float v) { return _mm256_cvtps_epi32(v); }
+  static ESPALIER_INLINE Float PowerOfTwo(Float n) {
+    return AsFloat(ShiftLeft<23>(Add(_mm256_cvtps_epi32(n), Set(127))));
+  }
+  static ESPALIER_INLINE Float SelectNegative(Float of, Float yes, Float no) {
+    return _mm256_blendv_ps(no, yes, of);
+  }
+  static ESPALIER_INLINE Float WithSignOf(Float magnitude, Float sign) {
+    return _mm256_or_ps(Abs(magnitude), _mm256_and_ps(SetFloat(-0.0f), sign));
+  }
+  static ESPALIER_INLINE Float RoundToFp16(Float v) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static ESPALIER_INLINE void StoreLow16(uint32_t* to, Int v) {
+    const Int order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1, 4, 5, 8, 9, 12,
+                                       13, -1, -1, -1, -1, -1, -1, -1, -1);
+    const Int packed = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, order), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+  static ESPALIER_INLINE float LargestLane(Int v) {
+    uint32_t lanes[8], largest = 0;
+    Store(lanes, v);
+    for (const uint32_t lane : lanes) largest = lane > largest ? lane : largest;
+    float value;
+    __builtin_memcpy(&value, &largest, sizeof(value));
+    return value;
+  }
+  static ESPALIER_INLINE int32_t SumOfLanes(Int v) {
+    uint32_t lanes[8], sum = 0;
+    Store(lanes, v);
+    for (const uint32_t lane : lanes) sum += lane;
+    return static_cast<int32_t>(sum);
+  }
+
+  // Strides 1, 2 and 4: partner + v in the lower lane of a pair, partner - v in the upper one.
+  static ESPALIER_INLINE Float Butterfly(Float v, Float partner, Float signs) {
+    return AddFloat(partner, _mm256_xor_ps(v, signs));
+  }
+  static ESPALIER_INLINE Float HadamardLanes(Float v) {
+    v = Butterfly(v, _mm256_permute_ps(v, 0xB1), _mm256_setr_ps(0, -0.f, 0, -0.f, 0, -0.f, 0, -0.f));
+    v = Butterfly(v, _mm256_permute_ps(v, 0x4E), _mm256_setr_ps(0, 0, -0.f, -0.f, 0, 0, -0.f, -0.f));
+    return Butterfly(v, _mm256_permute2f128_ps(v, v, 1), _mm256_setr_ps(0, 0, 0, 0, -0.f, -0.f, -0.f, -0.f));
+  }
+  static ESPALIER_INLINE void LoadLaneOrder(const float* sums, Float (&v)[16]) {
+    for (int panel = 0; panel < 4; ++panel) {
+      const float* lanes = sums + panel * 32;
+      v[panel * 4] = LoadFloat(lanes);
+      v[panel * 4 + 1] = LoadFloat(lanes + 16);
+      v[panel * 4 + 2] = LoadFloat(lanes + 8);
+      v[panel * 4 + 3] = LoadFloat(lanes + 24);
+    }
+  }
+};
+
+template <class V>
+Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t rows) {
+  if (mode == CpuMode::kExact || codebook != Codebook::kMul1) return Operand::kFloat;
+  return rows <= kMaxFusedRows ? Operand::kInt16Halves : Operand::kInt16;
+}
+
+template <class V>
+void FillAvx2(KernelTable& table) {
+  FillExact<V>(table);
+  FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
+  FillMultiply<V, Operand::kInt16>(table);
+  FillFused<V, Operand::kInt16Halves, Codebook::kMul1>(table);
+  table.operand = ChooseOperand<V>;
+}
+
+}  // namespace
+}  // namespace espalier::cpu
+
+#endif  // ESPALIER_SRC_CPU_VECTOR_AVX2_H_
