@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -26,6 +28,35 @@ TEST(ParallelTest, EveryIndexRunsExactlyOnce) {
         }
       }
     }
+  }
+}
+
+TEST(ParallelTest, LoopsRunOnThePoolThatTheyAreGiven) {
+  const Result<std::shared_ptr<ThreadPool>> pool = ThreadPool::Create(3);
+  ASSERT_TRUE(pool);
+  for (const int num_threads : {0, 1, 2, 3, 8}) {
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+    std::vector<std::atomic<int>> runs(500);
+    ParallelFor(pool->get(), num_threads, runs.size(), [&](uint64_t i) {
+      ++runs[i];
+      const std::lock_guard lock(mutex);
+      threads.insert(std::this_thread::get_id());
+    });
+    for (const std::atomic<int>& count : runs) ASSERT_EQ(count, 1);
+    EXPECT_LE(threads.size(), num_threads == 0 ? 3u : std::min(3u, static_cast<unsigned>(num_threads)));
+  }
+}
+
+// 7 on a machine of 2 cores as well: a lane keeps its thread until all have come.
+TEST(ParallelTest, AsManyThreadsAsAskedForOnAnyMachine) {
+  for (const int num_threads : {2, 3, 7}) {
+    std::atomic<int> arrived{0};
+    ParallelFor(num_threads, static_cast<uint64_t>(num_threads), [&](uint64_t) {
+      ++arrived;
+      while (arrived < num_threads) std::this_thread::yield();
+    });
+    EXPECT_EQ(arrived, num_threads);
   }
 }
 

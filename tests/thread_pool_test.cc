@@ -407,22 +407,20 @@ TEST(RunOnRangesTest, AloneALaneWalksUpwardsThroughItsOwnAndThenThroughHalves) {
   EXPECT_THAT(order, testing::ElementsAre(0, 1, 2, 3, 4, 5, 9, 10, 11, 7, 8, 6));
 }
 
-// A lane that is held up loses everything behind the task it is at.
+// A lane that is held up loses everything behind the task it is at; here it waits until that has happened.
 TEST(RunOnRangesTest, WorkOfASlowLaneIsTaken) {
   const std::shared_ptr<ThreadPool> pool = MakePool(2);
   constexpr uint64_t kTasks = 100;
   std::atomic<uint64_t> done{0};
   std::atomic<uint64_t> of_slow{0};
-  RunOnRanges(pool.get(), 2, kTasks, [&](uint64_t lane, uint64_t task) {
+  RunOnRanges(pool.get(), 2, kTasks, [&](uint64_t lane, uint64_t) {
     ++done;
-    if (lane == 0) ++of_slow;
-    // The caller, in its first task, until the other lane has run all the rest.
-    if (task == 0 && lane == 0) {
-      while (done < kTasks) std::this_thread::yield();
-    }
+    if (lane != 0) return;
+    ++of_slow;
+    while (done < kTasks) std::this_thread::yield();
   });
   EXPECT_EQ(done, kTasks);
-  EXPECT_EQ(of_slow, 1u);
+  EXPECT_LE(of_slow, 1u);  // none if the other lane was done before it came
 }
 
 TEST(RunOnRangesTest, RangesAreTakenFromBothEnds) {

@@ -35,15 +35,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A region of a layer follows the last one after some microseconds, and a thread that sleeps takes 5 to 50
-// to come back. Looking for as long as that costs at most as much again as sleeping at once would have.
+// A region of a layer follows the last one after some microseconds, and a thread that sleeps takes 25 to 90
+// to come back (2-core virtual machine; milliseconds when its host is busy). Looking for about as long as
+// that costs at most as much again as sleeping at once would have.
 constexpr std::chrono::microseconds kSpinTime{50};
 // From then on others may have the core: what is waited for may be a thread that has none.
 constexpr std::chrono::microseconds kSpinAloneTime{10};
-// About half a microsecond, so that asking for the time (25 ns) is rare.
+// Some tenths of a microsecond, so that asking for the time (25 ns) is rare.
 constexpr int kPausesPerLook = 16;
-// Threads that one thread wakes, about a microsecond each. Those wake others in turn: hundreds are up after a
-// few steps, and the caller has long begun to work.
+// Threads that one thread wakes, at up to 12 us a system call (the same machine). Those wake others in turn:
+// hundreds are up after a few steps, and the caller has long begun to work.
 constexpr int kWakesPerThread = 2;
 
 constexpr int kNumSlots = 64;
@@ -67,8 +68,8 @@ void FutexWake(std::atomic<uint32_t>& word, int count) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-// True as soon as done() is, false when that took too long. Not more than one look when the threads are more
-// than the cores: whoever is waited for needs this one.
+// True as soon as done() is, false when that took too long. Unless `alone`, which means that every thread can
+// have a core of its own, it offers the core to others at every look: who is waited for may need this one.
 template <typename Done>
 bool Spin(bool alone, const Done& done) {
   if (done()) return true;
