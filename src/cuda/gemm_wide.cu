@@ -10,9 +10,8 @@
 namespace espalier::cuda {
 namespace {
 
-constexpr uint32_t kStages = 4;                         // quads of the ring
-constexpr uint32_t kQuadPieces = 64;                    // 16-byte pieces of one quad of one group
-[[maybe_unused]] constexpr uint32_t kBrickBytes = 128;  // code of other architectures has no use for it
+constexpr uint32_t kStages = 4;       // quads of the ring
+constexpr uint32_t kQuadPieces = 64;  // 16-byte pieces of one quad of one group
 constexpr int kWideGroups = 16;
 constexpr uint32_t kRowFloats = kHadamardChannels + 4;
 
@@ -47,6 +46,7 @@ template <int kBits, Codebook kCodebook, int T>
 __device__ __forceinline__ void MultiplyWide(const WarpWork& work, uint32_t ring, float (&sums)[T][4]) {
   constexpr uint32_t kStageBytes = T * kQuadPieces * sizeof(uint4);
   constexpr uint32_t kGroupBytes = kQuadPieces * sizeof(uint4);
+  constexpr uint32_t kBrickBytes = 128;
   const uint32_t* codes = work.codes;
   QuadWords<kBits> ahead[2];
 #pragma unroll
