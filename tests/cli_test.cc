@@ -256,9 +256,9 @@ TEST(CliFixtures, VerifyPasses) {
       EXPECT_LE(layer.at("rel_l2").get<double>(), mode == "exact" ? 2e-6 : mode == "fast" ? 6e-3 : 2.5e-2);
       EXPECT_GT(layer.at("cosine").get<double>(), mode == "exact" ? 0.999999 : 0.9997);
     }
-    EXPECT_THAT(layers, testing::UnorderedElementsAre(testing::Pair("exact", layers["fast"]),
-                                                      testing::Pair("fast", layers["fast"]),
-                                                      testing::Pair("int8", layers["fast"])));
+    EXPECT_EQ(layers.size(), 3u);
+    EXPECT_EQ(layers["exact"], layers["fast"]);
+    EXPECT_EQ(layers["int8"], layers["fast"]);
     for (const Json& file : result.document.at("files")) {
       EXPECT_TRUE(file.at("name").is_string());
       EXPECT_TRUE(file.at("ok").get<bool>());
@@ -864,7 +864,9 @@ TEST(CliVerify, LayersCanBeChosen) {
     const JsonResult result = EspalierJson({"verify", kBundled, "--layers", choice});
     ASSERT_EQ(result.exit_code, 0) << result.standard_error;
     std::vector<int> layers;
-    for (const Json& layer : result.document.at("layers")) layers.push_back(layer.at("layer"));
+    for (const Json& layer : result.document.at("layers")) {
+      if (layer.at("mode") == "exact") layers.push_back(layer.at("layer"));
+    }
     EXPECT_EQ(layers, expected);
   }
 }
