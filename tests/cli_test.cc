@@ -122,9 +122,11 @@ void CheckFixtureRuns(const std::string& executor, double bound, const std::stri
     const std::string checkpoint = run.at("checkpoint");
     const std::string input = run.at("input");
     SCOPED_TRACE(checkpoint + " " + input);
-    std::vector<std::string> arguments = {
-        "run",    kFixtures + "/" + checkpoint, "--layer", std::to_string(run.at("layer").get<int>()), "--input",
-        kFixtures + "/" + input, "-o", output, "--executor", executor};
+    std::vector<std::string> arguments = {"run",        kFixtures + "/" + checkpoint,
+                                          "--layer",    std::to_string(run.at("layer").get<int>()),
+                                          "--input",    kFixtures + "/" + input,
+                                          "-o",         output,
+                                          "--executor", executor};
     if (!mode.empty()) arguments.insert(arguments.end(), {"--mode", mode});
     const JsonResult result = EspalierJson(arguments);
     if (IsRefused(checkpoint)) {
