@@ -254,7 +254,7 @@ TEST(BenchCommand, RefusesBeforeLongWork) {
     std::string words;
   };
   const std::vector<Case> cases = {
-      {{"--geometry", "gpt-5"}, 2, "legal: glm-5.2-tp4, kimi-k3-tp8, qwen3-30b-a3b"},
+      {{"--geometry", "gpt-5"}, 2, "legal: glm-5.2-tp4, glm-5.2-tp4-64e, kimi-k3-tp8, qwen3-30b-a3b"},
       {{"--codebook", "lut_fp16"}, 2, "legal: 3inst, mcg, mul1"},
       {{"--layer", "0"}, 2, "--layer"},
       {{kBundled}, 2, "--layer"},

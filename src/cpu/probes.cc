@@ -14,7 +14,7 @@ namespace {
 
 // Enough tasks that a thread which starts late holds nobody up.
 constexpr uint64_t kTasksPerThread = 8;
-constexpr uint64_t kRoundsPerTask = 200'000;  // a few milliseconds
+constexpr uint64_t kRoundsPerTask = 1'000'000;  // one or two milliseconds
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -273,8 +273,8 @@ void MultiplyPanelBlock(const uint32_t* weights, const PackedRows& rows, float* 
   }
 }
 
-// Decoded weights go from their register straight into the products. With few rows a row and vector has several
-// sums, as a chain of additions takes five cycles a link.
+// Decoded weights go from their register straight into the products. With few rows a row and vector has
+// several sums, as a chain of additions takes five cycles a link.
 template <class V, Operand kOperand, Codebook kCodebook, int kBits, int kRows>
 ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_blocks, const PackedInputs& inputs,
                                        float* sums, uint64_t sums_stride) {
@@ -608,9 +608,9 @@ template <class V, Operand kOperand, Codebook kCodebook, int kFirstRows, int kLa
 void FillFused(KernelTable& table) {
   auto& fused = table.fused[static_cast<int>(kCodebook)];
   static_assert(kLastRows <= static_cast<int>(kMaxFusedRows));
-#define ESPALIER_BITS(bits)                                                                             \
-  constexpr int kLast##bits = V::FusedRows(bits) < kLastRows ? V::FusedRows(bits) : kLastRows;          \
-  FillFusedRows<V, kOperand, kCodebook, bits, kFirstRows>(                                              \
+#define ESPALIER_BITS(bits)                                                                    \
+  constexpr int kLast##bits = V::FusedRows(bits) < kLastRows ? V::FusedRows(bits) : kLastRows; \
+  FillFusedRows<V, kOperand, kCodebook, bits, kFirstRows>(                                     \
       fused[bits], std::make_integer_sequence<int, kLast##bits - kFirstRows + 1>());
 #include <espalier/formats.def>
 }
