@@ -126,7 +126,8 @@ class MoeChunk {
   int32_t* MidExponents(const Group& group) const;
 
   void RunFc1(const Group& group, uint32_t block, Lane& lane) const;
-  void Rotate(const Group& group, const MatrixView& matrix, const GroupInputs& inputs) const;
+  void Rotate(const Group& group, std::span<const MatrixView> matrices,
+              std::span<const GroupInputs> inputs) const;
   void Boundary(const Group& group, uint32_t block, uint32_t row, const MatrixView* gate,
                 const MatrixView& up, const MatrixView& down, Lane& lane) const;
 
@@ -193,14 +194,17 @@ int32_t* MoeChunk::MidExponents(const Group& group) const {
          uint64_t{group.begin} * layout_.expert_blocks + uint64_t{group.first_block} * group.count;
 }
 
-// Inputs of FC1: H128(x * suh) of every row and block.
-void MoeChunk::Rotate(const Group& group, const MatrixView& matrix, const GroupInputs& inputs) const {
+// Inputs of FC1: H128(x * suh) of every row and block, for each of the matrices.
+void MoeChunk::Rotate(const Group& group, std::span<const MatrixView> matrices,
+                      std::span<const GroupInputs> inputs) const {
   alignas(64) float rotated[kBlockChannels];
   for (uint32_t row = 0; row < group.count; ++row) {
     const float* x = rows_.Row(TokenOf(group.begin + row));
-    for (uint32_t first = 0; first < matrix.in_channels; first += kBlockChannels) {
-      table_.rotate(x + first, matrix.suh + first, rotated);
-      PackRow(table_, inputs, row, first / kBlockChannels, rotated);
+    for (uint32_t first = 0; first < matrices[0].in_channels; first += kBlockChannels) {
+      for (size_t i = 0; i < matrices.size(); ++i) {
+        table_.rotate(x + first, matrices[i].suh + first, rotated);
+        PackRow(table_, inputs[i], row, first / kBlockChannels, rotated);
+      }
     }
   }
 }
@@ -220,10 +224,11 @@ void MoeChunk::RunFc1(const Group& group, uint32_t block, Lane& lane) const {
   // A thread mostly walks through the blocks of one group.
   if (lane.state().group != &group) {
     lane.state().group = &group;
-    for (int i = shared || !has_gate ? 1 : 0; i < 2; ++i) {
-      Rotate(group, both[i], inputs[i]);
+    const size_t first = shared || !has_gate ? 1 : 0;
+    Rotate(group, std::span(both).subspan(first), std::span(inputs).subspan(first));
+    for (size_t i = first; i < 2; ++i) {
       for (uint32_t row = 0; row < group.count; ++row)
-        lane.offsets(i)[row] = SumOffset(inputs[i], row, blocks);
+        lane.offsets(static_cast<int>(i))[row] = SumOffset(inputs[i], row, blocks);
     }
     if (shared) std::copy_n(lane.offsets(1), group.count, lane.offsets(0));
   }

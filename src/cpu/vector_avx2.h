@@ -135,12 +135,12 @@ struct VectorAvx2 {
 
   // Strides 1, 2 and 4: partner + v in the lower lane of a pair, partner - v in the upper one.
   static ESPALIER_INLINE Float Butterfly(Float v, Float partner, Float signs) {
-    return AddFloat(partner, _mm256_xor_ps(v, signs));
+    return Fma(v, signs, partner);  // times 1 or -1 is exact: one rounding, that of the sum
   }
   static ESPALIER_INLINE Float HadamardLanes(Float v) {
-    v = Butterfly(v, _mm256_permute_ps(v, 0xB1), _mm256_setr_ps(0, -0.f, 0, -0.f, 0, -0.f, 0, -0.f));
-    v = Butterfly(v, _mm256_permute_ps(v, 0x4E), _mm256_setr_ps(0, 0, -0.f, -0.f, 0, 0, -0.f, -0.f));
-    return Butterfly(v, _mm256_permute2f128_ps(v, v, 1), _mm256_setr_ps(0, 0, 0, 0, -0.f, -0.f, -0.f, -0.f));
+    v = Butterfly(v, _mm256_permute_ps(v, 0xB1), _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1));
+    v = Butterfly(v, _mm256_permute_ps(v, 0x4E), _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1));
+    return Butterfly(v, _mm256_permute2f128_ps(v, v, 1), _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1));
   }
   static ESPALIER_INLINE void LoadLaneOrder(const float* sums, Float (&v)[16]) {
     for (int panel = 0; panel < 4; ++panel) {

@@ -144,8 +144,8 @@ struct VectorAvx512 {
   // Strides 1, 2, 4 and 8: partner + v in the lower lane of a pair, partner - v in the upper one.
   template <int kSigns>
   static ESPALIER_INLINE Float Butterfly(Float v, Float partner) {
-    const Float negated = _mm512_mask_xor_ps(v, kSigns, v, SetFloat(-0.0f));
-    return AddFloat(partner, negated);
+    // Times 1 or -1 is exact: one rounding, that of the sum.
+    return Fma(v, _mm512_mask_blend_ps(kSigns, SetFloat(1), SetFloat(-1)), partner);
   }
   static ESPALIER_INLINE Float HadamardLanes(Float v) {
     v = Butterfly<0xAAAA>(v, _mm512_permute_ps(v, 0xB1));
