@@ -82,12 +82,12 @@ TEST(BenchCommand, MeasuresEveryNumberOfTokens) {
     EXPECT_EQ(row["tiers"], Json({{"3", 12}, {"4", 4}}));
     EXPECT_EQ(row["codebook"], "mcg");
     EXPECT_EQ(row["executor"], "cpu");
-    EXPECT_EQ(row["mode"], "exact");
+    EXPECT_EQ(row["mode"], "fast");
     EXPECT_EQ(row["top_k"], 4);
     EXPECT_EQ(row["gate_passed"], true);
     EXPECT_GT(row["rel_l2"].get<double>(), 0);
-    EXPECT_LE(row["rel_l2"].get<double>(), 2e-6);
-    EXPECT_GT(row["cosine"].get<double>(), 0.999999);
+    EXPECT_LE(row["rel_l2"].get<double>(), 6e-3);
+    EXPECT_GT(row["cosine"].get<double>(), 0.99998);
     EXPECT_EQ(row["tokens_checked"], tokens);
     EXPECT_LE(row["serial_rel_l2"].get<double>(), 1e-4);
     const auto samples = row["samples_us"].get<std::vector<double>>();
@@ -178,7 +178,9 @@ TEST(BenchCommand, TimesNothingThatFailsItsGate) {
   EXPECT_EQ(text.exit_code, 1);
   EXPECT_THAT(text.standard_output, HasSubstr("gate failed: rel_l2"));
   // A wider bound than the executor's own changes nothing.
-  EXPECT_EQ(BenchBundled({"--tokens", "1", "--max-rel-l2", "1"}).document["gate"]["max_rel_l2"], 2e-6);
+  EXPECT_EQ(BenchBundled({"--tokens", "1", "--max-rel-l2", "1"}).document["gate"]["max_rel_l2"], 6e-3);
+  EXPECT_EQ(BenchBundled({"--tokens", "1", "--mode", "exact"}).document["gate"]["max_rel_l2"], 2e-6);
+  EXPECT_EQ(BenchBundled({"--tokens", "1", "--mode", "int8"}).document["gate"]["max_rel_l2"], 2.5e-2);
 }
 
 TEST(BenchCommand, PrintsATable) {
@@ -187,7 +189,7 @@ TEST(BenchCommand, PrintsATable) {
   EXPECT_THAT(result.standard_output,
               AllOf(HasSubstr("hidden 256, intermediate 512, 16 experts, top-4, silu"),
                     HasSubstr("12 x K3 + 4 x K4, mcg, 2.44 MiB packed"), HasSubstr("limits    read "),
-                    HasSubstr("cold      "), HasSubstr("gate      rel_l2 <= 2e-06")));
+                    HasSubstr("cold      "), HasSubstr("gate      rel_l2 <= 0.006")));
   // Every column in its place: as many fields in the rows as in the head.
   std::vector<size_t> widths;
   std::istringstream lines(result.standard_output);
@@ -252,7 +254,7 @@ TEST(BenchCommand, RefusesBeforeLongWork) {
     std::string words;
   };
   const std::vector<Case> cases = {
-      {{"--geometry", "gpt-5"}, 2, "legal: glm-5.2-tp4, kimi-k3-tp8, qwen3-30b-a3b"},
+      {{"--geometry", "gpt-5"}, 2, "legal: glm-5.2-tp4, glm-5.2-tp4-64e, kimi-k3-tp8, qwen3-30b-a3b"},
       {{"--codebook", "lut_fp16"}, 2, "legal: 3inst, mcg, mul1"},
       {{"--layer", "0"}, 2, "--layer"},
       {{kBundled}, 2, "--layer"},
@@ -323,7 +325,7 @@ TEST(BenchCommand, DrawsTimeAgainstTokens) {
   const std::string svg = ReadText(path);
   EXPECT_THAT(svg, AllOf(HasSubstr("<svg xmlns="), HasSubstr("packed bytes / read rate"),
                          HasSubstr("products / matrix rate"), HasSubstr("tiers one by one"),
-                         HasSubstr("cpu exact: 8 tokens, "), HasSubstr("</svg>"), Not(HasSubstr("nan")),
+                         HasSubstr("cpu fast: 8 tokens, "), HasSubstr("</svg>"), Not(HasSubstr("nan")),
                          Not(HasSubstr("inf"))));
   const std::regex dot("<circle ");
   EXPECT_EQ(std::distance(std::sregex_iterator(svg.begin(), svg.end(), dot), std::sregex_iterator()), 4);
@@ -371,13 +373,13 @@ TEST(CpuProbes, ReadEveryByteOnce) {
   }
 }
 
-// x = 0.999 x + 0.001 goes to 1 from anywhere: the operations that are counted are really done.
-TEST(CpuProbes, DoTheMultiplyAddsThatTheyCount) {
-  const FmaKernel& kernel = WidestFmaKernel();
-  const float chains = static_cast<float>(kernel.flops_per_round) / 2;
-  EXPECT_GT(kernel.run(0), chains * 1.01f);
-  EXPECT_LT(kernel.run(1000), kernel.run(0));
-  EXPECT_NEAR(kernel.run(100'000), chains, 1e-3f * chains);
+TEST(CpuProbes, TakeTheProductsThatTheyCount) {
+  for (const ProductUnit unit : {ProductUnit::kFp32, ProductUnit::kInt16, ProductUnit::kInt8}) {
+    const ProductKernel kernel = FastestProducts(unit);
+    SCOPED_TRACE(kernel.name);
+    EXPECT_EQ(kernel.run(0), 0);
+    EXPECT_EQ(kernel.run(1000), 500.0 * static_cast<double>(kernel.ops_per_round));
+  }
 }
 
 }  // namespace

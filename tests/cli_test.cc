@@ -122,9 +122,11 @@ void CheckFixtureRuns(const std::string& executor, double bound, const std::stri
     const std::string checkpoint = run.at("checkpoint");
     const std::string input = run.at("input");
     SCOPED_TRACE(checkpoint + " " + input);
-    std::vector<std::string> arguments = {
-        "run",    kFixtures + "/" + checkpoint, "--layer", std::to_string(run.at("layer").get<int>()), "--input",
-        kFixtures + "/" + input, "-o", output, "--executor", executor};
+    std::vector<std::string> arguments = {"run",        kFixtures + "/" + checkpoint,
+                                          "--layer",    std::to_string(run.at("layer").get<int>()),
+                                          "--input",    kFixtures + "/" + input,
+                                          "-o",         output,
+                                          "--executor", executor};
     if (!mode.empty()) arguments.insert(arguments.end(), {"--mode", mode});
     const JsonResult result = EspalierJson(arguments);
     if (IsRefused(checkpoint)) {
@@ -256,9 +258,9 @@ TEST(CliFixtures, VerifyPasses) {
       EXPECT_LE(layer.at("rel_l2").get<double>(), mode == "exact" ? 2e-6 : mode == "fast" ? 6e-3 : 2.5e-2);
       EXPECT_GT(layer.at("cosine").get<double>(), mode == "exact" ? 0.999999 : 0.9997);
     }
-    EXPECT_THAT(layers, testing::UnorderedElementsAre(testing::Pair("exact", layers["fast"]),
-                                                      testing::Pair("fast", layers["fast"]),
-                                                      testing::Pair("int8", layers["fast"])));
+    EXPECT_EQ(layers.size(), 3u);
+    EXPECT_EQ(layers["exact"], layers["fast"]);
+    EXPECT_EQ(layers["int8"], layers["fast"]);
     for (const Json& file : result.document.at("files")) {
       EXPECT_TRUE(file.at("name").is_string());
       EXPECT_TRUE(file.at("ok").get<bool>());
@@ -864,7 +866,9 @@ TEST(CliVerify, LayersCanBeChosen) {
     const JsonResult result = EspalierJson({"verify", kBundled, "--layers", choice});
     ASSERT_EQ(result.exit_code, 0) << result.standard_error;
     std::vector<int> layers;
-    for (const Json& layer : result.document.at("layers")) layers.push_back(layer.at("layer"));
+    for (const Json& layer : result.document.at("layers")) {
+      if (layer.at("mode") == "exact") layers.push_back(layer.at("layer"));
+    }
     EXPECT_EQ(layers, expected);
   }
 }

@@ -43,8 +43,9 @@ constexpr int kAllBits[] = {
 };
 constexpr CpuMode kModes[] = {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8};
 constexpr CodeOrder kOrders[] = {CodeOrder::kNative, CodeOrder::kPanels};
-// One above and below every size of a run of rows (2, 6, 12), a fused product (1, 2) and int8 (3).
-constexpr uint64_t kRows[] = {1, 2, 3, 4, 5, 7, 8, 12, 13, 33};
+// Every number of rows that fused products take (up to 6) and one above; runs of 2, 6 and 12 rows end evenly
+// or not; modes fast and int8 take other operands from the third row on.
+constexpr uint64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 33};
 constexpr uint64_t kMostRows = 33;
 
 struct Gate {

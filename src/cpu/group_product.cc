@@ -31,6 +31,13 @@ PackedInputs From(const GroupInputs& inputs, uint64_t block) {
           .row_stride = inputs.rows};
 }
 
+constexpr uint64_t kLineBytes = 64;
+
+void Fetch(const void* begin, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes; at += kLineBytes)
+    __builtin_prefetch(static_cast<const char*>(begin) + at);
+}
+
 void MultiplyFused(KernelTable::Fused fused, const MatrixView& matrix, uint32_t panel, uint32_t num_blocks,
                    const GroupInputs& inputs, ProductScratch& scratch, float* sums) {
   // Blocks of a panel follow one another in panel order.
@@ -44,14 +51,9 @@ void MultiplyFused(KernelTable::Fused fused, const MatrixView& matrix, uint32_t 
 
 void PackRow(const KernelTable& table, const GroupInputs& inputs, uint32_t row, uint64_t block,
              const float* values) {
-  const RowRuns runs(inputs.rows, table.max_rows);
-  uint32_t run = 0;
-  while (runs.First(run + 1) <= row) ++run;
-  const uint32_t first = runs.First(run);
-  uint32_t* words = inputs.words + block * inputs.BlockStride() +
-                    uint64_t{first} * BlockWords(inputs.operand) + (row - first);
   const uint64_t place = block * inputs.rows + row;
-  table.pack(inputs.operand, values, runs.Length(run), words, inputs.scales + place, inputs.starts + place);
+  table.pack(inputs.operand, values, inputs.words + place * BlockWords(inputs.operand), inputs.scales + place,
+             inputs.starts + place);
 }
 
 float SumOffset(const GroupInputs& inputs, uint32_t row, uint64_t num_blocks) {
@@ -65,32 +67,50 @@ float SumOffset(const GroupInputs& inputs, uint32_t row, uint64_t num_blocks) {
   return sum * factor;
 }
 
+void FetchFirstBlock(const MatrixView& matrix, uint32_t out_block, const GroupInputs& inputs) {
+  if (matrix.order != CodeOrder::kPanels) return;
+  // With few rows one panel after the other is read, in one run.
+  const uint32_t panels = inputs.rows <= kMaxFusedRows ? 1 : kBlockPanels;
+  for (uint32_t p = 0; p < panels; ++p) {
+    Fetch(matrix.codes + PanelStepOffset(matrix.in_channels, matrix.bits, 0, out_block * kBlockPanels + p),
+          kBlockSteps * PanelStepBytes(matrix.bits));
+  }
+  Fetch(inputs.words, inputs.BlockStride() * sizeof(uint32_t));
+}
+
 void MultiplyGroup(const KernelTable& table, const MatrixView& matrix, uint32_t out_block,
                    uint32_t num_blocks, const GroupInputs& inputs, ProductScratch& scratch, float* sums) {
   const int codebook = static_cast<int>(matrix.codebook), operand = static_cast<int>(inputs.operand);
   std::fill_n(sums, uint64_t{inputs.rows} * kBlockChannels, 0.0f);
   const RowRuns runs(inputs.rows, table.max_rows);
-  const KernelTable::Fused fused = inputs.operand != Operand::kFloat && inputs.rows <= table.fused_rows
-                                       ? table.fused[codebook][matrix.bits][inputs.rows]
-                                       : nullptr;
-  const KernelTable::Decode decode = table.decode[operand][codebook][matrix.bits];
-  for (uint32_t p = 0; p < kBlockPanels; ++p) {
-    const uint32_t panel = out_block * kBlockPanels + p;
-    float* panel_sums = sums + p * kPanelChannels;
-    if (fused != nullptr) {
-      MultiplyFused(fused, matrix, panel, num_blocks, inputs, scratch, panel_sums);
-      continue;
+  const bool may_fuse = inputs.rows <= kMaxFusedRows &&
+                        inputs.operand == table.operand(CpuMode::kFast, matrix.codebook, inputs.rows);
+  const KernelTable::Fused fused = may_fuse ? table.fused[codebook][matrix.bits][inputs.rows] : nullptr;
+  if (fused != nullptr) {
+    for (uint32_t p = 0; p < kBlockPanels; ++p) {
+      MultiplyFused(fused, matrix, out_block * kBlockPanels + p, num_blocks, inputs, scratch,
+                    sums + p * kPanelChannels);
     }
-    for (uint32_t block = 0; block < num_blocks; ++block) {
-      decode(BlockCodes(matrix, panel, block, scratch.codes), scratch.weights);
-      const PackedRows all = From(inputs, block).first;
+    return;
+  }
+  const KernelTable::Decode decode = table.decode[operand][codebook][matrix.bits];
+  // Block by block: what its rows hold is fetched from the second-level cache once for all panels.
+  // The next block's come from the third level where a group is large, a quarter beside every panel.
+  const uint64_t quarter = inputs.BlockStride() / kBlockPanels;
+  for (uint32_t block = 0; block < num_blocks; ++block) {
+    const PackedRows all = From(inputs, block).first;
+    for (uint32_t p = 0; p < kBlockPanels; ++p) {
+      if (block + 1 < num_blocks)
+        Fetch(all.words + inputs.BlockStride() + p * quarter, quarter * sizeof(uint32_t));
+      decode(BlockCodes(matrix, out_block * kBlockPanels + p, block, scratch.codes), scratch.weights);
       for (uint32_t run = 0; run < runs.runs; ++run) {
         const uint32_t first = runs.First(run), rows = runs.Length(run);
         table.multiply[operand][rows](scratch.weights,
                                       {.words = all.words + uint64_t{first} * BlockWords(inputs.operand),
                                        .scales = all.scales + first,
                                        .starts = all.starts + first},
-                                      panel_sums + uint64_t{first} * kBlockChannels, kBlockChannels);
+                                      sums + p * kPanelChannels + uint64_t{first} * kBlockChannels,
+                                      kBlockChannels);
       }
     }
   }

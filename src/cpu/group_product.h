@@ -31,7 +31,7 @@ struct RowRuns {
   uint32_t Length(uint32_t run) const { return First(run + 1) - First(run); }
 };
 
-// Packed rows of a group: words [block][run][BlockWords][rows of the run], the others [block][rows].
+// Packed rows of a group: words [block][rows][BlockWords], the others [block][rows].
 struct GroupInputs {
   Operand operand = Operand::kFloat;
   uint32_t rows = 0;
@@ -55,6 +55,10 @@ struct ProductScratch {
   // Steps of a matrix in native order.
   alignas(64) std::byte codes[kBlockSteps * 2 * 32 * kMaxBits];
 };
+
+// Fetches what MultiplyGroup begins with. The decoders and products fetch ahead only inside a matrix; a first
+// block that was not fetched costs more than a microsecond.
+void FetchFirstBlock(const MatrixView& matrix, uint32_t out_block, const GroupInputs& inputs);
 
 // sums[row][128] = inputs * W[input blocks first_block .., 128 * out_block ..], lanes in panel order.
 void MultiplyGroup(const KernelTable& table, const MatrixView& matrix, uint32_t out_block,

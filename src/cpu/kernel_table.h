@@ -41,7 +41,7 @@ std::string_view OperandName(
 
 inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
-inline constexpr uint32_t kMaxFusedRows = 2;
+inline constexpr uint32_t kMaxFusedRows = 6;
 
 // 32-bit words of one row and block. Inlined whatever the compiler thinks: the tables use it (kernel_list.h).
 __attribute__((always_inline)) constexpr uint32_t BlockWords(Operand operand) {
@@ -61,7 +61,7 @@ __attribute__((always_inline)) constexpr uint32_t BlockWords(Operand operand) {
 
 // Rows [rows] of one block as a multiplication takes them.
 struct PackedRows {
-  const uint32_t* words = nullptr;  // [BlockWords][rows]
+  const uint32_t* words = nullptr;  // [rows][BlockWords]
   const float* scales = nullptr;    // [rows]: what a sum is multiplied by
   const int32_t* starts = nullptr;  // [rows]: where integer sums start: minus the middle of the weights
 };
@@ -77,8 +77,7 @@ struct KernelTable {
   std::string_view name;
   // How the weights of a matrix meet `rows` rows.
   Operand (*operand)(CpuMode mode, Codebook codebook, uint32_t rows) = nullptr;
-  uint32_t max_rows = 0;    // of multiply
-  uint32_t fused_rows = 0;  // of fused; 0 = there is none
+  uint32_t max_rows = 0;  // of multiply
 
   // 8 steps of a panel (128 input x 32 output channels) to vectors [BlockWords][32 lanes].
   using Decode = void (*)(const uint32_t* codes, uint32_t* weights);
@@ -88,7 +87,8 @@ struct KernelTable {
   using Multiply = void (*)(const uint32_t* weights, const PackedRows& rows, float* sums,
                             uint64_t sums_stride);
   Multiply multiply[kNumOperands][kMaxTableRows + 1] = {};
-  // Both in registers, over `num_blocks` blocks of one panel, for the operand of `rows` rows.
+  // Both in registers, over `num_blocks` blocks of one panel, for the operand that mode fast has for so many
+  // rows; null where that is not faster.
   using Fused = void (*)(const uint32_t* codes, uint32_t num_blocks, const PackedInputs& inputs, float* sums,
                          uint64_t sums_stride);
   Fused fused[kNumCodebooks][kMaxBits + 1][kMaxFusedRows + 1] = {};
@@ -96,9 +96,8 @@ struct KernelTable {
   // H128 of x * suh, suh may be null (all 1). In place is allowed. The same additions in the same order as
   // the reference (docs/format.md, section 3.2).
   void (*rotate)(const float* x, const uint16_t* suh, float* rotated) = nullptr;
-  // One row and block as an operand: word i goes to words[i * stride].
-  void (*pack)(Operand operand, const float* values, uint64_t stride, uint32_t* words, float* scale,
-               int32_t* start) = nullptr;
+  // One row and block as an operand, BlockWords long.
+  void (*pack)(Operand operand, const float* values, uint32_t* words, float* scale, int32_t* start) = nullptr;
   // values = H128(sums + offset) * svh + bias. Sums in lane order, values in channel order. bias may be null.
   void (*finish)(const float* sums, float offset, const uint16_t* svh, const uint16_t* bias,
                  float* values) = nullptr;

@@ -23,6 +23,10 @@ constexpr uint64_t kChunkRoutes = 8192;  // so that a large top-k does not enlar
 // Up to here FC2 is bound by reading weights: a thread takes its hidden channels expert by expert, in one run
 // through the memory of each.
 constexpr uint32_t kStreamedRoutes = 64;
+// Above, a task takes so many blocks of 128 hidden channels, so that a group's inputs are read from the third
+// level once for all of them, unless fewer tasks than this a thread are left.
+constexpr uint64_t kJoinedBlocks = 4;
+constexpr uint64_t kFewestTasks = 2;
 
 // Up to kGroupRows routes of one segment's expert.
 struct Group {
@@ -141,7 +145,6 @@ class MoeChunk {
   RoutePack pack_ = {};
   ScaledRows rows_ = {};
   std::span<Group> groups_ = {};
-  uint32_t max_blocks_ = 0;  // of a segment
 };
 
 void MoeChunk::MarkReached() {
@@ -224,9 +227,13 @@ void MoeChunk::RunFc1(const Group& group, uint32_t block, Lane& lane) const {
     if (shared) std::copy_n(lane.offsets(1), group.count, lane.offsets(0));
   }
   for (int i = has_gate ? 0 : 1; i < 2; ++i) {
+    if (i == 0) FetchFirstBlock(both[1], block, inputs[1]);
     MultiplyGroup(table_, both[i], block, static_cast<uint32_t>(blocks), inputs[i], lane.scratch(),
                   lane.sums(i));
   }
+  const MatrixView& next = both[has_gate ? 0 : 1];
+  if (block + 1 < next.out_channels / kBlockChannels)
+    FetchFirstBlock(next, block + 1, inputs[has_gate ? 0 : 1]);
   for (uint32_t row = 0; row < group.count; ++row)
     Boundary(group, block, row, has_gate ? &both[0] : nullptr, both[1], down, lane);
 }
@@ -323,6 +330,11 @@ void MoeChunk::RunFc2(uint32_t first_block, uint32_t num_blocks, Lane& lane) con
     const MatrixView down = ViewOf(segment.down(), experts_.slab());
     GroupInputs inputs = MidInputs(group, down);
     const bool scaled = ScaleMid(group, inputs, lane);
+    if (&group != &groups_.back()) {
+      const Group& next = *(&group + 1);
+      const MatrixView matrix = ViewOf(experts_.segments()[next.segment].down(), experts_.slab());
+      FetchFirstBlock(matrix, first_block, MidInputs(next, matrix));
+    }
     for (uint32_t block = first_block; block < first_block + num_blocks; ++block) {
       MultiplyGroup(table_, down, block, ValidBlocks(segment), inputs, lane.scratch(), lane.sums(0));
       AddToRows(group, down, block, inputs, scaled, lane);
@@ -368,7 +380,10 @@ void MoeChunk::Run(uint64_t first_token, uint64_t num_tokens) {
               });
   const uint64_t hidden_blocks = (uint64_t{geometry.hidden_channels} + kBlockChannels - 1) / kBlockChannels;
   const uint64_t tasks =
-      pack_.num_packed_routes <= kStreamedRoutes ? std::min(lanes, hidden_blocks) : hidden_blocks;
+      std::min(hidden_blocks,
+               pack_.num_packed_routes <= kStreamedRoutes
+                   ? lanes
+                   : std::max(lanes * kFewestTasks, (hidden_blocks + kJoinedBlocks - 1) / kJoinedBlocks));
   RunOnRanges(options.pool.get(), options.num_threads, tasks, [&](uint64_t lane_index, uint64_t task) {
     const uint64_t first = task * hidden_blocks / tasks, end = (task + 1) * hidden_blocks / tasks;
     Lane lane = LaneAt(lane_index);

@@ -7,13 +7,14 @@
 #include <cstring>
 
 #include "base/parallel.h"
+#include "cpu/kernel_table.h"
 
 namespace espalier {
 namespace {
 
 // Enough tasks that a thread which starts late holds nobody up.
 constexpr uint64_t kTasksPerThread = 8;
-constexpr uint64_t kRoundsPerTask = 200'000;  // a few milliseconds
+constexpr uint64_t kRoundsPerTask = 1'000'000;  // one or two milliseconds
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -69,20 +70,37 @@ double ReadRate(std::span<const std::byte> buffer, int num_threads, int passes) 
   return fastest;
 }
 
-double FmaRate(int num_threads, int passes) {
-  const FmaKernel& kernel = WidestFmaKernel();
+double ProductRate(const ProductKernel& kernel, int num_threads, int passes) {
   const auto tasks = static_cast<uint64_t>(Threads(num_threads)) * kTasksPerThread;
   double fastest = 0;
   for (int pass = 0; pass < passes; ++pass) {
-    std::atomic<float> results{0};
     const auto start = std::chrono::steady_clock::now();
+    std::atomic<double> products{0};
     ParallelFor(num_threads, tasks,
-                [&](uint64_t) { results.store(kernel.run(kRoundsPerTask), std::memory_order_relaxed); });
+                [&](uint64_t) { products.store(kernel.run(kRoundsPerTask), std::memory_order_relaxed); });
     const double seconds = SecondsSince(start);
-    const auto flops = static_cast<double>(tasks * kRoundsPerTask * kernel.flops_per_round);
-    if (results.load() != 0) fastest = std::max(fastest, flops / seconds);
+    if (products.load() > 0)
+      fastest =
+          std::max(fastest, static_cast<double>(tasks * kRoundsPerTask * kernel.ops_per_round) / seconds);
   }
   return fastest;
+}
+
+ProductUnit UnitOf(CpuMode mode, Codebook codebook) {
+  const Result<const cpu::KernelTable*> table = cpu::ChooseTable();
+  if (!table) return ProductUnit::kFp32;
+  switch ((*table)->operand(mode, codebook, cpu::kMaxTableRows)) {
+    case cpu::Operand::kInt8:
+      return ProductUnit::kInt8;
+    case cpu::Operand::kInt16:
+    case cpu::Operand::kInt16Halves:
+    case cpu::Operand::kFixed16:
+      return ProductUnit::kInt16;
+    case cpu::Operand::kFloat:
+    case cpu::Operand::kBf16Halves:
+      break;
+  }
+  return ProductUnit::kFp32;
 }
 
 }  // namespace espalier

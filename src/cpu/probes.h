@@ -5,6 +5,9 @@
 #ifndef ESPALIER_SRC_CPU_PROBES_H_
 #define ESPALIER_SRC_CPU_PROBES_H_
 
+#include <espalier/formats.h>
+#include <espalier/moe.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -19,17 +22,22 @@ uint64_t SumWords(std::span<const std::byte> buffer, int num_threads);
 // Bytes a second of the fastest of `passes` sums. REQUIRES: passes > 0.
 double ReadRate(std::span<const std::byte> buffer, int num_threads, int passes);
 
-// fp32 multiply-adds without memory, by the widest vectors of this processor.
-struct FmaKernel {
-  std::string_view name;  // "avx512f"
-  // `rounds` times as many operations as the second, two per multiply-add. The result depends on all of them.
-  float (*run)(uint64_t rounds);
-  uint64_t flops_per_round;
+// What products are taken in.
+enum class ProductUnit { kFp32, kInt16, kInt8 };
+
+// Products that are added up, in registers alone, by the fastest instruction of this processor.
+struct ProductKernel {
+  std::string_view name;           // "vpdpwssd, 512 bits"
+  double (*run)(uint64_t rounds);  // how many products it took, as long as they fit into an fp32 value
+  uint64_t ops_per_round;          // two a product
 };
-const FmaKernel& WidestFmaKernel();
+ProductKernel FastestProducts(ProductUnit unit);
+
+// The unit in which the cpu executor multiplies many rows with weights of `codebook`.
+ProductUnit UnitOf(CpuMode mode, Codebook codebook);
 
 // Operations a second of num_threads threads together, the fastest of `passes`. REQUIRES: passes > 0.
-double FmaRate(int num_threads, int passes);
+double ProductRate(const ProductKernel& kernel, int num_threads, int passes);
 
 }  // namespace espalier
 

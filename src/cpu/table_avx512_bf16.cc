@@ -21,7 +21,7 @@ struct VectorAvx512Bf16 : VectorAvx512Vnni {
 };
 
 // Rows at which decoding to whole values, which takes longer and halves the products, starts to pay.
-constexpr uint32_t kPairRows = kMaxFusedRows + 1;
+constexpr uint32_t kPairRows = 3;
 
 Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t rows) {
   if (mode == CpuMode::kExact || codebook == Codebook::kMul1) return OperandWithInt8(mode, codebook, rows);
@@ -32,7 +32,8 @@ template <Codebook kCodebook>
 void FillBf16(KernelTable& table) {
   FillDecode<VectorAvx512Bf16, Operand::kFixed16, kCodebook>(table);
   FillDecode<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook>(table);
-  FillFused<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook>(table);
+  FillFused<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook, 1, kPairRows - 1>(table);
+  FillFused<VectorAvx512Bf16, Operand::kFixed16, kCodebook, kPairRows, kMaxFusedRows>(table);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ struct VectorAvx2 {
   using Int = __m256i;
   using Float = __m256;
   static constexpr uint32_t kLanes = 8;
+  static constexpr int FusedRows(int) { return 2; }
   static constexpr int kMaxRows = 6;  // 12 sums, two vectors of weights and an input of 16 registers
 
   static ESPALIER_INLINE Int Load(const uint32_t* p) {
@@ -155,7 +156,7 @@ struct VectorAvx2 {
 template <class V>
 Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t rows) {
   if (mode == CpuMode::kExact || codebook != Codebook::kMul1) return Operand::kFloat;
-  return rows <= kMaxFusedRows ? Operand::kInt16Halves : Operand::kInt16;
+  return rows <= uint32_t{VectorAvx2::FusedRows(0)} ? Operand::kInt16Halves : Operand::kInt16;
 }
 
 template <class V>
@@ -163,7 +164,7 @@ void FillAvx2(KernelTable& table) {
   FillExact<V>(table);
   FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
   FillMultiply<V, Operand::kInt16>(table);
-  FillFused<V, Operand::kInt16Halves, Codebook::kMul1>(table);
+  FillFused<V, Operand::kInt16Halves, Codebook::kMul1, 1, V::FusedRows(0)>(table);
   table.operand = ChooseOperand<V>;
 }
 

@@ -21,6 +21,8 @@ struct VectorAvx512 {
   using Float = __m512;
   static constexpr uint32_t kLanes = 16;
   static constexpr int kMaxRows = 12;  // 24 sums, two vectors of weights and an input of 32 registers
+  // Two sums a row; the words of a step twice, constants, what is being decoded.
+  static constexpr int FusedRows(int bits) { return bits <= 4 ? 6 : 4; }
 
   static ESPALIER_INLINE Int Load(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static ESPALIER_INLINE void Store(uint32_t* p, Int v) { _mm512_storeu_si512(p, v); }
@@ -178,8 +180,10 @@ struct VectorAvx512Vnni : VectorAvx512 {
 [[maybe_unused]] Operand OperandWithInt16(CpuMode mode, Codebook codebook, uint32_t) {
   return mode != CpuMode::kExact && codebook == Codebook::kMul1 ? Operand::kInt16 : Operand::kFloat;
 }
+// Up to here decoding takes longer than the products, and decoding to bytes longer than to 16 bits.
+constexpr uint32_t kMostInt16Rows = 4;
 [[maybe_unused]] Operand OperandWithInt8(CpuMode mode, Codebook codebook, uint32_t rows) {
-  const bool int8 = mode == CpuMode::kInt8 && codebook == Codebook::kMul1 && rows > kMaxFusedRows;
+  const bool int8 = mode == CpuMode::kInt8 && codebook == Codebook::kMul1 && rows > kMostInt16Rows;
   return int8 ? Operand::kInt8 : OperandWithInt16(mode, codebook, rows);
 }
 
@@ -188,7 +192,7 @@ void FillMul1(KernelTable& table) {
   FillExact<V>(table);
   FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
   FillMultiply<V, Operand::kInt16>(table);
-  FillFused<V, Operand::kInt16, Codebook::kMul1>(table);
+  FillFused<V, Operand::kInt16, Codebook::kMul1, 1, kMaxFusedRows>(table);
 }
 
 }  // namespace

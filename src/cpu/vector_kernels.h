@@ -252,11 +252,10 @@ ESPALIER_INLINE void MultiplyTwoVectors(const uint32_t* weights, uint32_t second
     const typename V::Int w0 = V::Load(weights + i * kStepLanes);
     const typename V::Int w1 = V::Load(weights + i * kStepLanes + second);
     ESPALIER_UNROLL(r, kRows) {
-      const typename V::Int input = V::Set(words[r]);
+      const typename V::Int input = V::Set(words[r * BlockWords(kOperand) + i]);
       acc[r][0] = Sum::Dot(acc[r][0], w0, input);
       acc[r][1] = Sum::Dot(acc[r][1], w1, input);
     });
-    words += kRows;
   }
   ESPALIER_UNROLL(r, kRows) {
     const typename V::Float scale = V::SetFloat(rows.scales[r]);
@@ -274,14 +273,14 @@ void MultiplyPanelBlock(const uint32_t* weights, const PackedRows& rows, float* 
   }
 }
 
-// Decoded weights go from their register straight into the products. Chains of dependent sums are kept short:
-// two or four per row and vector.
+// Decoded weights go from their register straight into the products. With few rows a row and vector has
+// several sums, as a chain of additions takes five cycles a link.
 template <class V, Operand kOperand, Codebook kCodebook, int kBits, int kRows>
 ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_blocks, const PackedInputs& inputs,
                                        float* sums, uint64_t sums_stride) {
   using Sum = Sums<kOperand, V>;
   constexpr uint32_t kStepWords = BlockWords(kOperand) / kBlockSteps;
-  constexpr int kChains = kStepWords == 8 || kRows > 1 ? 2 : 4;
+  constexpr int kChains = kRows > 2 ? 1 : kStepWords == 8 || kRows > 1 ? 2 : 4;
   typename V::Float totals[kRows][2];
   ESPALIER_UNROLL(r, kRows) {
     totals[r][0] = V::LoadFloat(sums + uint64_t{r} * sums_stride);
@@ -301,14 +300,20 @@ ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_block
       step.Read(codes);
       for (int i = 0; i < kBits; ++i)
         __builtin_prefetch(reinterpret_cast<const char*>(codes + i * 16) + kPrefetchBytes);
+      // Of the next block's inputs, which are beyond the first-level cache.
+      if constexpr (kRows > 2) {
+        constexpr uint32_t kLineWords = 16, kLines = BlockWords(kOperand) * kRows / kLineWords / kBlockSteps;
+        const uint32_t* next = inputs.first.words + (block + 1) * inputs.word_stride;
+        for (uint32_t i = s * kLines; i < (s + 1) * kLines; ++i) __builtin_prefetch(next + i * kLineWords);
+      }
       ForOperands<kOperand, kCodebook, V>(
           step, [&]<int kWord, int kHalf>(typename V::Int vector) ESPALIER_LAMBDA_INLINE {
             ESPALIER_UNROLL(r, kRows) {
               typename V::Int& sum = acc[r][kHalf][kWord % kChains];
-              sum = Sum::Dot(sum, vector, V::Set(words[kWord * kRows + r]));
+              sum = Sum::Dot(sum, vector, V::Set(words[r * BlockWords(kOperand) + kWord]));
             });
           });
-      words += kStepWords * kRows;
+      words += kStepWords;
       codes += kBits * 16;
     }
     ESPALIER_UNROLL(i, kRows * 2) {
@@ -445,39 +450,34 @@ ESPALIER_INLINE void PackInt16(const typename V::Int* integers, bool twice, uint
 
 // Asked only for operands that V has.
 template <class V>
-void PackBlock(Operand operand, const float* values, uint64_t stride, uint32_t* words, float* scale,
-               int32_t* start) {
+void PackBlock(Operand operand, const float* values, uint32_t* words, float* scale, int32_t* start) {
   Block<V> block;
   block.Load(values);
-  alignas(64) uint32_t buffer[kBlockChannels];
-  uint32_t* packed = stride == 1 ? words : buffer;
   typename V::Int integers[Block<V>::kVectors];
   *scale = 1;
   *start = 0;
   switch (operand) {
     case Operand::kFloat:
-      block.Store(reinterpret_cast<float*>(packed));
+      block.Store(reinterpret_cast<float*>(words));
       break;
     case Operand::kBf16Halves:
       *scale = kCutTermsScale;
-      PackBf16Twice<V>(block, packed);
+      PackBf16Twice<V>(block, words);
       break;
     case Operand::kFixed16:
       Quantize<V>(block, kFixed16Limit, 0, kCutTermsScale / 1024, scale, start, integers);
-      PackInt16<V>(integers, false, packed);
+      PackInt16<V>(integers, false, words);
       break;
     case Operand::kInt16:
     case Operand::kInt16Halves:
       Quantize<V>(block, kInt16Limit, 510, kMul1Unit, scale, start, integers);
-      PackInt16<V>(integers, operand == Operand::kInt16Halves, packed);
+      PackInt16<V>(integers, operand == Operand::kInt16Halves, words);
       break;
     case Operand::kInt8:
       Quantize<V>(block, kInt8Limit, 127, 4 * kMul1Unit, scale, start, integers);
-      PackInt8<V>(integers, packed);
+      PackInt8<V>(integers, words);
       break;
   }
-  if (stride == 1) return;
-  for (uint32_t i = 0; i < BlockWords(operand); ++i) words[i * stride] = buffer[i];
 }
 
 template <class V>
@@ -599,14 +599,20 @@ void FillDecode(KernelTable& table) {
 #include <espalier/formats.def>
 }
 
-template <class V, Operand kOperand, Codebook kCodebook>
+template <class V, Operand kOperand, Codebook kCodebook, int kBits, int kFirstRows, int... kMore>
+void FillFusedRows(KernelTable::Fused* fused, std::integer_sequence<int, kMore...>) {
+  ((fused[kFirstRows + kMore] = MultiplyCodes<V, kOperand, kCodebook, kBits, kFirstRows + kMore>), ...);
+}
+// For kFirstRows to kLastRows rows, or as many as V's registers hold.
+template <class V, Operand kOperand, Codebook kCodebook, int kFirstRows, int kLastRows>
 void FillFused(KernelTable& table) {
   auto& fused = table.fused[static_cast<int>(kCodebook)];
-#define ESPALIER_BITS(bits)                                        \
-  fused[bits][1] = MultiplyCodes<V, kOperand, kCodebook, bits, 1>; \
-  fused[bits][2] = MultiplyCodes<V, kOperand, kCodebook, bits, 2>;
+  static_assert(kLastRows <= static_cast<int>(kMaxFusedRows));
+#define ESPALIER_BITS(bits)                                                                    \
+  constexpr int kLast##bits = V::FusedRows(bits) < kLastRows ? V::FusedRows(bits) : kLastRows; \
+  FillFusedRows<V, kOperand, kCodebook, bits, kFirstRows>(                                     \
+      fused[bits], std::make_integer_sequence<int, kLast##bits - kFirstRows + 1>());
 #include <espalier/formats.def>
-  table.fused_rows = kMaxFusedRows;
 }
 
 template <class V, Operand kOperand, int... kRowsMinus1>
