@@ -91,9 +91,18 @@ Result<const Backend*> ChosenBackend() {
   const char* forced = std::getenv("ESPALIER_FORCE_BACKEND");
   if (forced != nullptr && *forced != '\0') return BackendByName(forced);
   for (const Backend* backend : Backends()) {
-    if (backend->device_type() == DeviceType::kCpu) return backend;
+    if (backend->device_type() == DeviceType::kCpu)
+      return backend;  // usable or not: no other takes its place
   }
   return Backends().back();
+}
+
+// Kernels of the cpu executor: the ones that run, or why none do, and what could be asked for.
+Json KernelsJson() {
+  const Result<std::string_view> chosen = CpuKernelsName();
+  return {{"chosen", chosen ? Json(*chosen) : Json()},
+          {"usable", UsableCpuKernels()},
+          {"problem", chosen ? Json() : Json(chosen.error().message())}};
 }
 
 std::string MpiText() {
@@ -119,6 +128,8 @@ Result<int> Doctor(Output& output) {
   output.Print("compiler       {}, {}\n", CompilerText(), ESPALIER_BUILD_TYPE);
   output.Print("cpu            {}, {}\n", CpuModel(), Architecture());
   output.Print("cpu features   {}\n", present.empty() ? "none that matter here" : present);
+  output.Print("cpu kernels    {}; ESPALIER_CPU_ISA may be {}\n", CpuKernelsName().value_or("none"),
+               fmt::join(UsableCpuKernels(), ", "));
   output.Print("threads        {}\n", HardwareThreads());
   for (const Backend* backend : Backends()) {
     output.Print("executor       {:<10} {}{}\n", backend->name(), backend->description(),
@@ -138,7 +149,11 @@ Result<int> Doctor(Output& output) {
                    {"commit", BuildCommit()},
                    {"compiler", CompilerText()},
                    {"build_type", ESPALIER_BUILD_TYPE},
-                   {"cpu", {{"model", CpuModel()}, {"architecture", Architecture()}, {"features", features}}},
+                   {"cpu",
+                    {{"model", CpuModel()},
+                     {"architecture", Architecture()},
+                     {"features", features},
+                     {"kernels", KernelsJson()}}},
                    {"threads", HardwareThreads()},
                    {"backends", backends},
                    {"cuda", CudaText(devices)},

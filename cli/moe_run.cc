@@ -242,6 +242,7 @@ Result<void> RunInto(const PreparedExperts& experts, const MoeInput& input, cons
   if (!seconds) return tl::unexpected(seconds.error());
   result.seconds += *seconds;
   result.executor = std::string(plan->backend().name());
+  if (result.executor == "cpu") result.kernels = std::string(CpuKernelsName().value_or(""));
   return {};
 }
 
@@ -264,7 +265,7 @@ Result<MoeOutput> RunLayer(const PreparedExperts& experts, const MoeInput& input
   const auto element_bytes = static_cast<uint64_t>(DtypeBits(output) / 8);
   Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * element_bytes);
   if (!y) return tl::unexpected(y.error());
-  MoeOutput result{.y = *std::move(y), .seconds = 0, .executor = {}};
+  MoeOutput result{.y = *std::move(y), .seconds = 0, .executor = {}, .kernels = {}};
   const RunTarget target{.output = output, .expert_map = {}, .accumulate = false, .place = {}};
   if (Result<void> run = RunInto(experts, input, executor, mode, target, result); !run) {
     return tl::unexpected(run.error());

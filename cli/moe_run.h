@@ -47,6 +47,7 @@ struct MoeOutput {
   HostBuffer y;  // [tokens, hidden], the type asked for
   double seconds = 0;
   std::string executor;  // what ran
+  std::string kernels;   // CpuKernelsName of the cpu executor, else empty
 };
 
 // One run with checked ids, on the device of the package; seconds are those of the run alone. `output` is

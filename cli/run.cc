@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // espalier run: executes the routed experts of one layer over a file of tokens, or over random ones.
+#include <espalier/backend.h>
 #include <espalier/experts.h>
 #include <espalier/extent_plan.h>
 
@@ -72,6 +73,9 @@ Result<Executor> ChooseExecutor(const RunOptions& options) {
     return Error(StatusCode::kUsage, fmt::format("--device {}: the executor is {}, which runs on {}", device,
                                                  effective, on_gpu ? "a GPU" : "the host"));
   }
+  // Now, and not when a layer has been read.
+  if (const Result<const Backend*> backend = BackendByName(effective); !backend)
+    return tl::unexpected(backend.error());
   executor.device = *found;
   return executor;
 }
@@ -167,7 +171,7 @@ Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, 
   Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * sizeof(float));
   if (!y) return tl::unexpected(y.error());
   std::fill_n(y->data(), y->size_bytes(), std::byte{0});
-  LayerRun run{.output = {.y = *std::move(y), .seconds = 0, .executor = {}}, .activation = {}};
+  LayerRun run{.output = {.y = *std::move(y), .seconds = 0, .executor = {}, .kernels = {}}, .activation = {}};
   for (int rank = ranks.first; rank < ranks.first + ranks.count; ++rank) {
     if (ranks.count > 1) progress.SetLabel(fmt::format("rank {} of {}", rank, plan.world()));
     const Result<PreparedExperts> experts = LoadExperts(checkpoint, plan, layer, rank, load);
@@ -230,6 +234,7 @@ void Report(const MoeLayer& layer, const Ranks& ranks, const MoeInput& input, co
                    {"activation", activation},
                    {"executor", result.executor},
                    {"mode", has_mode ? Json(CpuModeName(executor.mode)) : Json()},
+                   {"kernels", TextOrNull(result.kernels)},
                    {"device", DeviceText(executor.device)},
                    {"seconds", result.seconds},
                    {"tp", ranks.tp},

@@ -299,6 +299,11 @@ Result<void> CheckUsable(const Checkpoint& checkpoint, const std::set<size_t>& c
 Result<int> Verify(const VerifyOptions& options, Output& output) {
   const Result<Device> device = FindDevice("--device", options.device);
   if (!device) return tl::unexpected(device.error());
+  // An executor that is left out must not look like one that agrees.
+  for (const Backend* backend : Backends()) {
+    if (backend->device_type() != device->type) continue;
+    if (Result<void> usable = backend->Usable(); !usable) return tl::unexpected(usable.error());
+  }
   const Result<Checkpoint> checkpoint = Checkpoint::Open(options.checkpoint);
   if (!checkpoint) return tl::unexpected(checkpoint.error());
   const Result<std::set<size_t>> chosen = ChooseLayers(*checkpoint, options.layers);

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "base/half.h"
+#include "support/fixture_call.h"
 #include "support/random_experts.h"
 #include "support/tensor_file.h"
 
@@ -33,33 +33,6 @@ nlohmann::json FixtureList(const std::string& key) {
 }
 
 std::vector<double> Doubles(const std::vector<float>& values) { return {values.begin(), values.end()}; }
-
-std::vector<double> ReadInput(const TensorFile& file, Dtype dtype) {
-  if (dtype == Dtype::kF32) return Doubles(file.Read<float>("x"));
-  if (dtype == Dtype::kF16) return Doubles(file.ReadHalves("x"));
-  std::vector<double> values;
-  for (const uint16_t bits : file.Read<uint16_t>("x")) values.push_back(Bf16ToFloat(bits));
-  return values;
-}
-
-test::MoeCall ReadCall(const std::string& path) {
-  const TensorFile file(path);
-  test::MoeCall call;
-  call.num_tokens = file.Info("x").shape[0];
-  call.top_k = static_cast<uint32_t>(file.Info("topk_ids").shape[1]);
-  call.input = file.Info("x").dtype;
-  call.x = ReadInput(file, call.input);
-  call.weights = file.Read<float>("topk_weights");
-  call.num_threads = 2;
-  call.checked_ids = true;
-  if (file.Info("topk_ids").dtype == Dtype::kI64) {
-    call.ids = file.Read<int64_t>("topk_ids");
-  } else {
-    call.id_type = IdType::kInt32;
-    for (const int32_t id : file.Read<int32_t>("topk_ids")) call.ids.push_back(id);
-  }
-  return call;
-}
 
 TEST(Fixtures, EveryRunAgrees) {
   int runs = 0;
@@ -82,7 +55,7 @@ TEST(Fixtures, EveryRunAgrees) {
     ASSERT_TRUE(layer) << layer.error().message();
     const Result<PreparedExperts> experts = LoadExperts(*checkpoint, *layer);
     ASSERT_TRUE(experts) << experts.error().message();
-    const test::MoeCall call = ReadCall(kFixtures + input_path);
+    const test::MoeCall call = test::ReadFixtureCall(kFixtures + input_path);
     const std::vector<double> expected = Doubles(TensorFile(kFixtures + expected_path).Read<float>("y"));
     EXPECT_LE(Compare(expected, test::RunCall(*experts, call, "reference").values).rel_l2, 5e-7);
     const test::Difference cpu = Compare(expected, test::RunCall(*experts, call, "cpu").values);

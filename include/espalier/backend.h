@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 namespace espalier {
 
@@ -24,7 +25,8 @@ class Backend {
   // Where it runs: packages and arrays of a call are of such a device.
   virtual DeviceType device_type() const { return DeviceType::kCpu; }
 
-  // Empty when it may be chosen on this machine, else kDevice with the reason.
+  // Empty when it may be chosen on this machine, else kDevice with the reason; kUsage where the environment
+  // asks it for what it does not have (CpuKernelsName).
   virtual Result<void> Usable() const { return {}; }
 
   // Empty when it can run the package under these options, else a kUnsupported reason.
@@ -59,6 +61,13 @@ std::span<const Backend* const> Backends();
 
 // Error: kUsage with the names there are; kDevice for "cuda" in a build or on a machine without it.
 Result<const Backend*> BackendByName(std::string_view name);
+
+// Kernels of the cpu executor, one set per instruction set: "avx512-bf16", ..., "portable". This process has
+// those it is told of: the best that the machine runs, or those that ESPALIER_CPU_ISA names (an empty value
+// counts as unset; read once). Error: kUsage with the legal names, and the executor is not usable.
+Result<std::string_view> CpuKernelsName();
+// What ESPALIER_CPU_ISA may name on this machine, best first; the last one runs everywhere.
+std::vector<std::string_view> UsableCpuKernels();
 
 }  // namespace espalier
 

@@ -6,6 +6,8 @@
 #include <fmt/format.h>
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cpu/kernel_table.h"
 #include "cpu/moe_engine.h"
@@ -79,6 +81,17 @@ class CpuExecutor final : public Backend {
 const Backend& CpuBackend() {
   static const CpuExecutor executor;
   return executor;
+}
+
+Result<std::string_view> CpuKernelsName() {
+  if (!Table()) return tl::unexpected(Table().error());
+  return (*Table())->name;
+}
+
+std::vector<std::string_view> UsableCpuKernels() {
+  std::vector<std::string_view> names;
+  for (const cpu::KernelTable* table : cpu::UsableTables()) names.push_back(table->name);
+  return names;
 }
 
 }  // namespace espalier

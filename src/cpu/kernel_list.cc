@@ -11,6 +11,21 @@
 namespace espalier::cpu {
 namespace {
 
+using Fill = void (*)(KernelTable& table);
+using Tables = std::vector<const KernelTable*>;
+
+// A table that is filled when it is first wanted: its code runs on no other machine.
+template <Fill kFill>
+void AddTable(std::string_view name, Tables& tables) {
+  static const KernelTable table = [name] {
+    KernelTable filled;
+    filled.name = name;
+    kFill(filled);
+    return filled;
+  }();
+  tables.push_back(&table);
+}
+
 #if defined(__x86_64__)
 
 bool HasAvx2() {
@@ -22,21 +37,26 @@ bool HasAvx512() {
 }
 bool HasAvx512Vnni() { return HasAvx512() && __builtin_cpu_supports("avx512vnni"); }
 
-std::vector<const KernelTable*> FindTables() {
+Tables FindTables() {
   __builtin_cpu_init();
-  std::vector<const KernelTable*> tables;
-  if (HasAvx512Vnni() && __builtin_cpu_supports("avx512bf16")) tables.push_back(&Avx512Bf16Table());
-  if (HasAvx512Vnni()) tables.push_back(&Avx512VnniTable());
-  if (HasAvx512()) tables.push_back(&Avx512Table());
-  if (HasAvx2() && __builtin_cpu_supports("avxvnni")) tables.push_back(&Avx2VnniTable());
-  if (HasAvx2()) tables.push_back(&Avx2Table());
-  tables.push_back(&PortableTable());
+  Tables tables;
+  if (HasAvx512Vnni() && __builtin_cpu_supports("avx512bf16"))
+    AddTable<FillAvx512Bf16Table>("avx512-bf16", tables);
+  if (HasAvx512Vnni()) AddTable<FillAvx512VnniTable>("avx512-vnni", tables);
+  if (HasAvx512()) AddTable<FillAvx512Table>("avx512", tables);
+  if (HasAvx2() && __builtin_cpu_supports("avxvnni")) AddTable<FillAvx2VnniTable>("avx2-vnni", tables);
+  if (HasAvx2()) AddTable<FillAvx2Table>("avx2", tables);
+  AddTable<FillPortableTable>("portable", tables);
   return tables;
 }
 
 #else
 
-std::vector<const KernelTable*> FindTables() { return {&PortableTable()}; }
+Tables FindTables() {
+  Tables tables;
+  AddTable<FillPortableTable>("portable", tables);
+  return tables;
+}
 
 #endif
 
@@ -49,7 +69,7 @@ std::string_view OperandName(Operand operand) {
 }
 
 std::span<const KernelTable* const> UsableTables() {
-  static const std::vector<const KernelTable*> tables = FindTables();
+  static const Tables tables = FindTables();
   return tables;
 }
 

@@ -43,8 +43,8 @@ inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
 inline constexpr uint32_t kMaxFusedRows = 6;
 
-// 32-bit words of one row and block.
-constexpr uint32_t BlockWords(Operand operand) {
+// 32-bit words of one row and block. Inlined whatever the compiler thinks: the tables use it (kernel_list.h).
+__attribute__((always_inline)) constexpr uint32_t BlockWords(Operand operand) {
   switch (operand) {
     case Operand::kFixed16:
     case Operand::kInt16:

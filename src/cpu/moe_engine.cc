@@ -2,7 +2,6 @@
 #include "cpu/moe_engine.h"
 
 #include <algorithm>
-#include <cmath>
 #include <span>
 
 #include "cpu/exact_rows.h"
@@ -267,7 +266,8 @@ void MoeChunk::Boundary(const Group& group, uint32_t block, uint32_t row, const 
                   up.bias != nullptr ? up.bias + first : nullptr, values[1]);
     for (auto& channels : values) std::fill(channels + valid, channels + kBlockChannels, 0.0f);
     const float largest = table_.activate(activation, values[0], values[1], down.suh + first, mid);
-    if (!(largest < kLeastSafe || largest >= kMostSafe) || !std::isfinite(largest)) {
+    // An infinity may be a product of two values that has its place in double: it goes that way, as NaN does.
+    if (largest >= kLeastSafe && largest < kMostSafe) {
       *mid_exponent = 0;
       table_.rotate(mid, nullptr, mid);
       return PackRow(table_, inputs, row, block, mid);

@@ -4,14 +4,6 @@
 
 namespace espalier::cpu {
 
-const KernelTable& Avx2Table() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillAvx2<VectorAvx2>(filled);
-    filled.name = "avx2";
-    return filled;
-  }();
-  return table;
-}
+void FillAvx2Table(KernelTable& table) { FillAvx2<VectorAvx2>(table); }
 
 }  // namespace espalier::cpu

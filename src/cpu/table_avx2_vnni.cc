@@ -16,14 +16,6 @@ struct VectorAvx2Vnni : VectorAvx2 {
 
 }  // namespace
 
-const KernelTable& Avx2VnniTable() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillAvx2<VectorAvx2Vnni>(filled);
-    filled.name = "avx2-vnni";
-    return filled;
-  }();
-  return table;
-}
+void FillAvx2VnniTable(KernelTable& table) { FillAvx2<VectorAvx2Vnni>(table); }
 
 }  // namespace espalier::cpu

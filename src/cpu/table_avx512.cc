@@ -4,15 +4,9 @@
 
 namespace espalier::cpu {
 
-const KernelTable& Avx512Table() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillMul1<VectorAvx512>(filled);
-    filled.name = "avx512";
-    filled.operand = OperandWithInt16;
-    return filled;
-  }();
-  return table;
+void FillAvx512Table(KernelTable& table) {
+  FillMul1<VectorAvx512>(table);
+  table.operand = OperandWithInt16;
 }
 
 }  // namespace espalier::cpu

@@ -38,21 +38,15 @@ void FillBf16(KernelTable& table) {
 
 }  // namespace
 
-const KernelTable& Avx512Bf16Table() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillMul1<VectorAvx512Bf16>(filled);
-    FillDecode<VectorAvx512Bf16, Operand::kInt8, Codebook::kMul1>(filled);
-    FillMultiply<VectorAvx512Bf16, Operand::kInt8>(filled);
-    FillBf16<Codebook::k3Inst>(filled);
-    FillBf16<Codebook::kMcg>(filled);
-    FillMultiply<VectorAvx512Bf16, Operand::kFixed16>(filled);
-    FillMultiply<VectorAvx512Bf16, Operand::kBf16Halves>(filled);
-    filled.name = "avx512-bf16";
-    filled.operand = ChooseOperand;
-    return filled;
-  }();
-  return table;
+void FillAvx512Bf16Table(KernelTable& table) {
+  FillMul1<VectorAvx512Bf16>(table);
+  FillDecode<VectorAvx512Bf16, Operand::kInt8, Codebook::kMul1>(table);
+  FillMultiply<VectorAvx512Bf16, Operand::kInt8>(table);
+  FillBf16<Codebook::k3Inst>(table);
+  FillBf16<Codebook::kMcg>(table);
+  FillMultiply<VectorAvx512Bf16, Operand::kFixed16>(table);
+  FillMultiply<VectorAvx512Bf16, Operand::kBf16Halves>(table);
+  table.operand = ChooseOperand;
 }
 
 }  // namespace espalier::cpu

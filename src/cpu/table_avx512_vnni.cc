@@ -4,17 +4,11 @@
 
 namespace espalier::cpu {
 
-const KernelTable& Avx512VnniTable() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillMul1<VectorAvx512Vnni>(filled);
-    FillDecode<VectorAvx512Vnni, Operand::kInt8, Codebook::kMul1>(filled);
-    FillMultiply<VectorAvx512Vnni, Operand::kInt8>(filled);
-    filled.name = "avx512-vnni";
-    filled.operand = OperandWithInt8;
-    return filled;
-  }();
-  return table;
+void FillAvx512VnniTable(KernelTable& table) {
+  FillMul1<VectorAvx512Vnni>(table);
+  FillDecode<VectorAvx512Vnni, Operand::kInt8, Codebook::kMul1>(table);
+  FillMultiply<VectorAvx512Vnni, Operand::kInt8>(table);
+  table.operand = OperandWithInt8;
 }
 
 }  // namespace espalier::cpu

@@ -137,15 +137,9 @@ Operand OperandOf(CpuMode, Codebook, uint32_t) { return Operand::kFloat; }
 
 }  // namespace
 
-const KernelTable& PortableTable() {
-  static const KernelTable table = [] {
-    KernelTable filled;
-    FillExact<VectorPortable>(filled);
-    filled.name = "portable";
-    filled.operand = OperandOf;
-    return filled;
-  }();
-  return table;
+void FillPortableTable(KernelTable& table) {
+  FillExact<VectorPortable>(table);
+  table.operand = OperandOf;
 }
 
 }  // namespace espalier::cpu

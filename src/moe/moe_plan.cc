@@ -52,6 +52,9 @@ Result<const Backend*> ChooseBackend(const Package& package, const Options& opti
     for (const Backend* backend : Backends()) {
       if (backend->device_type() != options.device.type) continue;
       chosen = backend;
+      // The caller asked for something that is not there: another executor would be a silent fallback.
+      if (auto usable = backend->Usable(); !usable && usable.error().code() == StatusCode::kUsage)
+        return tl::unexpected(usable.error());
       if (backend->Supports(package, options)) return chosen;
     }
   }
