@@ -29,6 +29,8 @@ namespace {
 constexpr uint32_t kPackThreads = 1024;
 constexpr uint32_t kSharedExperts = 4096;  // more are counted in the workspace
 constexpr uint32_t kRoutesAhead = 8;       // routes that a thread asks for at once
+constexpr uint32_t kBlockRoutes = 512;     // routes that make a further block worth while, up to
+constexpr uint32_t kMaxPackBlocks = 32;
 
 struct PackParams {
   Routes routes;
@@ -65,44 +67,40 @@ __device__ uint32_t ExclusiveSum(uint32_t value, uint32_t* warp_sums, uint32_t* 
   return before + sum - value;
 }
 
-// Calls use(route, local expert, value) for the routes of this thread that lead to an expert here; `value` is
-// what load(token, j) gave, asked for a batch at a time.
-template <typename Load, typename Function>
-__device__ __forceinline__ void ForEachRoute(const PackParams& params, Load&& load, Function&& use) {
+// Calls use(route, local expert) for the routes of this thread that lead to an expert here, asked for a batch
+// at a time.
+template <typename Function>
+__device__ __forceinline__ void ForEachRoute(const PackParams& params, Function&& use) {
   const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
   for (uint32_t first = threadIdx.x; first < num_routes; first += kRoutesAhead * blockDim.x) {
     int32_t experts[kRoutesAhead];
-    float values[kRoutesAhead];
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
       const uint32_t route = min(first + i * blockDim.x, num_routes - 1);
-      const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
-      experts[i] = LocalExpert(params.routes, params.experts.experts, token, j);
-      values[i] = load(token, j);
+      experts[i] = LocalExpert(params.routes, params.experts.experts, route / params.routes.top_k,
+                               route % params.routes.top_k);
     }
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
       const uint32_t route = first + i * blockDim.x;
-      if (route < num_routes && experts[i] >= 0) use(route, static_cast<uint32_t>(experts[i]), values[i]);
+      if (route < num_routes && experts[i] >= 0) use(route, static_cast<uint32_t>(experts[i]));
     }
   }
 }
 
-// One block. The order of rows within a segment is not fixed, and nothing depends on it.
+// Every block counts all routes, and then writes what belongs to its experts, one out of gridDim.x: no block
+// needs another one. The order of rows within a segment is not fixed, and nothing depends on it.
 __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant__ PackParams params) {
   __shared__ uint32_t shared_counts[2 * kSharedExperts];
   __shared__ uint32_t warp_sums[kPackThreads / 32];
   const uint32_t experts = params.experts.experts;
   const uint32_t* first_segments = params.experts.first_segment;
-  uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;  // then: the next row
+  // More experts than fit: one block, and the next row of the workspace for groups.
+  uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;
   uint32_t* group_counts = counts + experts;
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
-  for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x)
-    params.rows[i].route = -1;
   __syncthreads();
-  ForEachRoute(
-      params, [](uint32_t, uint32_t) { return 0.0f; },
-      [&](uint32_t, uint32_t expert, float) { atomicAdd(&counts[expert], 1u); });
+  ForEachRoute(params, [&](uint32_t, uint32_t expert) { atomicAdd(&counts[expert], 1u); });
   __syncthreads();
 
   uint32_t num_groups = 0, num_tiles = 0;
@@ -121,30 +119,38 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
     if (expert >= experts) continue;
     counts[expert] = group * kGroupRows;
     group_counts[expert] = groups;
-    if (tiles == 0) continue;
+    if (tiles == 0 || expert % gridDim.x != blockIdx.x) continue;
     // Tiles of nearly equal height: 56 rows become 32 + 24, not 48 + 8. There are exactly `tiles` of them.
     const uint32_t height = (groups + tiles - 1) / tiles;
     for (uint32_t s = 0; s < segments; ++s) {
+      const uint32_t first_group = group + s * groups;
       for (uint32_t done = 0; done < groups; done += height) {
-        params.tiles[tile++] = {first_segment + s, group + s * groups + done,
+        params.tiles[tile++] = {first_segment + s, first_group + done,
                                 min(rows - done * kGroupRows, height * kGroupRows), 0};
+      }
+      for (uint32_t row = rows; row < groups * kGroupRows; ++row) {
+        params.rows[first_group * kGroupRows + row].route = -1;
       }
     }
   }
-  if (threadIdx.x == 0) *params.num_tiles = num_tiles;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.num_tiles = num_tiles;
+  for (uint32_t i = num_groups * kGroupRows + blockIdx.x * blockDim.x + threadIdx.x;
+       i < params.max_groups * kGroupRows; i += gridDim.x * blockDim.x) {
+    params.rows[i].route = -1;
+  }
   __syncthreads();
 
-  const auto weight_of = [&](uint32_t token, uint32_t j) {
-    return params.routes.weights[token * params.routes.weights_stride + j];
-  };
-  ForEachRoute(params, weight_of, [&](uint32_t route, uint32_t expert, float weight) {
+  ForEachRoute(params, [&](uint32_t route, uint32_t expert) {
+    if (expert % gridDim.x != blockIdx.x) return;
     const uint32_t first_segment = first_segments[expert];
     const uint32_t segments = first_segments[expert + 1] - first_segment;
     if (segments == 0) return;
+    const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
+    const float weight = params.routes.weights[token * params.routes.weights_stride + j];
     const uint32_t row = atomicAdd(&counts[expert], 1u);
     for (uint32_t s = 0; s < segments; ++s) {
       const uint32_t at = row + s * group_counts[expert] * kGroupRows;
-      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, route / params.routes.top_k, 0};
+      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, token, 0};
       params.row_slots[at] = route * params.max_segments + s;
       params.row_weights[at] = weight;
     }
@@ -317,7 +323,10 @@ class MoeChain {
                                .row_slots = At<uint32_t>(config_.row_slots),
                                .row_weights = At<float>(config_.row_weights)};
     // The first kernel follows whatever the caller ran before in the ordinary way.
-    return Launch(PackRoutes, dim3(1), kPackThreads, 0, stream_, false, params);
+    const uint64_t wanted = uint64_t{routes_.num_tokens} * routes_.top_k / kBlockRoutes;
+    const uint32_t blocks =
+        params.experts.experts > kSharedExperts ? 1 : Count(std::clamp<uint64_t>(wanted, 1, kMaxPackBlocks));
+    return Launch(PackRoutes, dim3(blocks), kPackThreads, 0, stream_, false, params);
   }
 
   cudaError_t Rotate() {
