@@ -164,7 +164,8 @@ struct BoundaryLaunch {
   BoundaryParams boundary = {};
   uint4* mids = nullptr;
   uint64_t group_room = 0;
-  int32_t* mid_exponents = nullptr;
+  uint64_t quad_room = 0;            // wide
+  int32_t* mid_exponents = nullptr;  // of packed rows; wide: by (route, segment)
   float* mid_sums = nullptr;
 };
 
@@ -179,11 +180,13 @@ __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_consta
   if (row.route < 0) return;
   const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
+  const bool wide = params.boundary.row_class == RowClass::kWide;
   const RowBuffer buffer(row_memory, down.in_channels);
   const float max_exponent = BoundaryRow(params.boundary, segment, packed, buffer);
   StoreOperands(buffer, down.in_channels, max_exponent, OperandOf(down, params.boundary.row_class),
                 params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
-                params.mid_exponents + packed, params.mid_sums + packed, shared);
+                params.mid_exponents + (wide ? params.rows.SlotAt(packed) : packed), params.mid_sums + packed,
+                shared, params.quad_room);
 }
 
 struct CombineParams {
@@ -256,6 +259,150 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
   }
 }
 
+// Of the wide class, whose down products come as sums: H128, svh, bias and weight first. Four lanes take a
+// block of 128 channels; lane q of them holds channels 16 i + 4 q .. + 3. The sums of a route are on their
+// way while those of the one before are worked on.
+struct CombineSumsParams {
+  CombineParams combine;
+  const int32_t* exponents = nullptr;  // by (route, segment)
+};
+
+constexpr uint32_t kCombineSumsThreads = 64;
+constexpr uint32_t kCombineSumsChannels = kCombineSumsThreads * 32;
+constexpr uint32_t kRoutesAtOnce = 32;
+
+// What a route's outputs are made with; vectors and exponent are those of its first segment, mostly all there
+// is.
+struct RouteFacts {
+  const DeviceSegment* segments;
+  const uint16_t* svh;
+  const uint16_t* bias;
+  uint32_t count;
+  float weight;
+  int exponent;
+};
+
+__device__ __forceinline__ void LoadSums(const float* sums, float4 (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = *reinterpret_cast<const float4*>(sums + 16 * i);
+}
+
+__device__ __forceinline__ void AddOutputs(const float4 (&sums)[8], const uint16_t* svh, const uint16_t* bias,
+                                           int exponent, float weight, float (&total)[32]) {
+  uint2 signs[8];  // on their way from here on
+#pragma unroll
+  for (int i = 0; i < 8; ++i) signs[i] = __ldg(reinterpret_cast<const uint2*>(svh + 16 * i));
+  float v[32];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[4 * i] = sums[i].x, v[4 * i + 1] = sums[i].y, v[4 * i + 2] = sums[i].z, v[4 * i + 3] = sums[i].w;
+  }
+  HadamardOfFour(v);
+  if (bias == nullptr && Ordinary(exponent)) {
+    const float scale = SmallPowerOfTwo(exponent) * kHadamardScale * weight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 sign = FourHalves(signs[i]);
+      total[4 * i] += v[4 * i] * sign.x * scale;
+      total[4 * i + 1] += v[4 * i + 1] * sign.y * scale;
+      total[4 * i + 2] += v[4 * i + 2] * sign.z * scale;
+      total[4 * i + 3] += v[4 * i + 3] * sign.w * scale;
+    }
+    return;
+  }
+  const double scale = PowerOfTwo(exponent);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 sign = FourHalves(signs[i]);
+    const float4 bias4 = bias != nullptr ? LoadVector(bias + 16 * i) : float4{};
+    const float factors[] = {sign.x, sign.y, sign.z, sign.w}, adds[] = {bias4.x, bias4.y, bias4.z, bias4.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const double all = double{v[4 * i + j] * kHadamardScale} * double{factors[j]} * scale + double{adds[j]};
+      total[4 * i + j] += static_cast<float>(all * double{weight});
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kCombineSumsThreads, 7)
+    CombineSums(const __grid_constant__ CombineSumsParams params) {
+  __shared__ RouteFacts facts[kRoutesAtOnce];
+  const CombineParams& combine = params.combine;
+  const uint32_t parts = (combine.channels + kCombineSumsChannels - 1) / kCombineSumsChannels;
+  const uint32_t token = blockIdx.x / parts;
+  const uint32_t block = blockIdx.x % parts * (kCombineSumsThreads / 4) + threadIdx.x / 4;
+  const uint32_t last = combine.stored_channels / kHadamardChannels - 1;
+  // Whole warps exchange values: blocks beyond the last one repeat it.
+  const uint32_t channel = min(block, last) * kHadamardChannels + (threadIdx.x & 3) * 4;
+  const uint32_t top_k = combine.routes.top_k;
+  const float* slots =
+      combine.slots + uint64_t{token} * top_k * combine.max_segments * combine.stored_channels + channel;
+  const int32_t* exponents = params.exponents + uint64_t{token} * top_k * combine.max_segments;
+  const uint64_t slot_channels = uint64_t{combine.max_segments} * combine.stored_channels;
+  float total[32] = {};
+  bool reached = false;
+  for (uint32_t first = 0; first < top_k; first += kRoutesAtOnce) {
+    const uint32_t routes = min(top_k - first, kRoutesAtOnce);
+    if (first > 0) __syncthreads();
+    if (threadIdx.x < routes) {
+      const uint32_t j = first + threadIdx.x;
+      const int32_t expert = LocalExpert(combine.routes, combine.experts.experts, token, j);
+      const uint32_t* segments = combine.experts.first_segment + max(expert, 0);
+      RouteFacts& route = facts[threadIdx.x];
+      route.segments = combine.experts.segments + segments[0];
+      route.count = expert < 0 ? 0 : segments[1] - segments[0];
+      route.weight = combine.routes.weights[token * combine.routes.weights_stride + j];
+      route.svh = route.count > 0 ? route.segments->matrices[2].svh : nullptr;
+      route.bias = route.count > 0 ? route.segments->matrices[2].bias : nullptr;
+      // Written before the kernel before this one.
+      route.exponent = route.count > 0 ? exponents[j * combine.max_segments] : 0;
+    }
+    __syncthreads();
+    if (first == 0) WaitForPreviousKernel();
+    float4 next[8];
+    if (facts[0].count > 0) LoadSums(slots + first * slot_channels, next);
+    for (uint32_t i = 0; i < routes; ++i) {
+      const RouteFacts route = facts[i];
+      float4 sums[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sums[k] = next[k];
+      if (i + 1 < routes && facts[i + 1].count > 0) LoadSums(slots + (first + i + 1) * slot_channels, next);
+      if (route.count == 0) continue;
+      reached = true;
+      AddOutputs(sums, route.svh + channel, route.bias != nullptr ? route.bias + channel : nullptr,
+                 route.exponent, route.weight, total);
+      for (uint32_t s = 1; s < route.count; ++s) {
+        const DeviceMatrix& down = route.segments[s].matrices[2];
+        LoadSums(slots + (first + i) * slot_channels + uint64_t{s} * combine.stored_channels, sums);
+        AddOutputs(sums, down.svh + channel, down.bias != nullptr ? down.bias + channel : nullptr,
+                   exponents[(first + i) * combine.max_segments + s], route.weight, total);
+      }
+    }
+  }
+  // A row that no expert reached keeps its bits when outputs are added up.
+  if (block > last || (!reached && combine.accumulate)) return;
+  const bool whole = combine.type == Value::kBF16 && !combine.accumulate &&
+                     ((reinterpret_cast<uintptr_t>(combine.y) | combine.y_stride * 2) & 7) == 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t in_row = channel + 16 * i;
+    const uint64_t at = token * combine.y_stride + in_row;
+    const float scale = combine.output_scale;
+    if (whole && in_row + 4 <= combine.channels) {
+      const __nv_bfloat162 low = __floats2bfloat162_rn(total[4 * i] * scale, total[4 * i + 1] * scale);
+      const __nv_bfloat162 high = __floats2bfloat162_rn(total[4 * i + 2] * scale, total[4 * i + 3] * scale);
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(combine.y) + at) = {
+          *reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high)};
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (in_row + j >= combine.channels) break;
+      StoreValue(combine.type, combine.y, at + j, total[4 * i + j] * scale, combine.accumulate);
+    }
+  }
+}
+
 // One chunk of tokens.
 class MoeChain {
  public:
@@ -306,8 +453,12 @@ class MoeChain {
   uint32_t projections() const { return has_gate() ? 2 : 1; }
   uint32_t first_projection() const { return has_gate() ? 0 : 1; }
   uint32_t num_rows() const { return static_cast<uint32_t>(pass_.groups * kGroupRows); }
+  bool wide() const { return pass_.row_class == RowClass::kWide; }
+  // Pieces of a group of rows.
   uint64_t InputRoom() const { return GroupPieces(config_.hidden, operand_); }
   uint64_t MidRoom() const { return GroupPieces(config_.intermediate, operand_); }
+  // From quad to quad, where all groups of a quad lie together.
+  uint64_t QuadRoom() const { return pass_.groups * kWidePieces; }
   uint64_t Fc1Split() const { return uint64_t{num_rows()} * 2 * config_.intermediate; }
 
   cudaError_t Pack() {
@@ -340,11 +491,12 @@ class MoeChain {
                                  .num_projections = projections(),
                                  .row_class = pass_.row_class,
                                  .inputs = At<uint4>(config_.inputs),
-                                 .group_room = InputRoom(),
+                                 .group_room = wide() ? QuadRoom() : InputRoom(),
                                  .projection_room = pass_.groups * InputRoom(),
                                  .exponents = At<int32_t>(config_.input_exponents),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
+    if (wide()) return LaunchRotateWide(params, num_rows(), stream_, dependent());
     const uint64_t blocks = (pass_.direct ? pass_.groups : num_rows()) * projections();
     const uint32_t threads = pass_.direct ? kMaxRowThreads : kRowThreads;
     return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_,
@@ -359,7 +511,7 @@ class MoeChain {
                                .log2_tiles = Log2(pass_.sums.block_channels / kTileChannels),
                                .log2_splits = Log2(pass_.sums.splits),
                                .inputs = At<uint4>(config_.inputs),
-                               .group_room = InputRoom(),
+                               .group_room = wide() ? QuadRoom() : InputRoom(),
                                .projection_room = pass_.groups * InputRoom(),
                                .input_sums = At<float>(config_.input_sums),
                                .num_rows = num_rows(),
@@ -391,11 +543,18 @@ class MoeChain {
     const BoundaryLaunch params = {.rows = rows(),
                                    .boundary = MakeBoundary(),
                                    .mids = At<uint4>(config_.mids),
-                                   .group_room = MidRoom(),
+                                   .group_room = wide() ? kWidePieces : MidRoom(),
+                                   .quad_room = QuadRoom(),
                                    .mid_exponents = At<int32_t>(config_.mid_exponents),
                                    .mid_sums = At<float>(config_.mid_sums)};
     return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, RowBuffer::Bytes(config_.intermediate),
                   stream_, dependent(), params);
+  }
+
+  // Blocks of down's outputs that a block of threads takes in one go: enough to look ahead over.
+  uint32_t ItemBlocks() const {
+    const uint32_t quads = config_.intermediate / kQuadChannels;
+    return std::max(1u, 32 / quads);
   }
 
   cudaError_t Finish() {
@@ -405,7 +564,7 @@ class MoeChain {
                                .num_projections = 1,
                                .log2_tiles = Log2(kHadamardChannels / kTileChannels),
                                .inputs = At<uint4>(config_.mids),
-                               .group_room = MidRoom(),
+                               .group_room = wide() ? QuadRoom() : MidRoom(),
                                .input_sums = At<float>(config_.mid_sums),
                                .num_rows = num_rows(),
                                .out = At<float>(config_.slots),
@@ -413,7 +572,8 @@ class MoeChain {
                                .finish = true,
                                .input_exponents = At<int32_t>(config_.mid_exponents),
                                .fused = pass_.direct,
-                               .boundary = MakeBoundary()};
+                               .boundary = MakeBoundary(),
+                               .item_blocks = ItemBlocks()};
     const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(pass_.tiles));
     return LaunchRows(pass_.row_class, params, grid, stream_, dependent());
   }
@@ -431,6 +591,12 @@ class MoeChain {
                                   .y_stride = launch_.args.y_row_stride,
                                   .accumulate = launch_.args.accumulate};
     const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
+    if (wide()) {
+      const CombineSumsParams sums = {params, At<int32_t>(config_.mid_exponents)};
+      const uint64_t parts = (params.channels + kCombineSumsChannels - 1) / kCombineSumsChannels;
+      return Launch(CombineSums, dim3(Count(parts * routes_.num_tokens)), kCombineSumsThreads, 0, stream_,
+                    dependent(), sums);
+    }
     return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_,
                   pass_.groups > 0 && dependent(), params);
   }
