@@ -17,7 +17,6 @@ BUDGET = {
     "RotateInputs": (64, 128),
     "RotateWide": (80, 64),
     "Boundary": (96, 64),
-    "CombineSums": (144, 256),
     "Combine": (96, 64),
     "StoreOutputs": (64, 64),
 }

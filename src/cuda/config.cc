@@ -32,11 +32,11 @@ uint64_t RowBytes(const MoeGeometry& geometry, uint32_t intermediate) {
   return uint64_t{geometry.stored_hidden_channels} * (2 * 2 + 4) + uint64_t{intermediate} * (2 * 4 + 2);
 }
 
-// The same for products of the wide class, whose blocks fill an SM each. A share of the inputs is not worth
-// while with fewer than kWideShareChannels.
-constexpr uint64_t kEnoughWideUnits = 128;
-constexpr uint64_t kSmallWideGroups = 4;
-constexpr uint32_t kWideShareChannels = 12 * 64;
+// Products of the wide class, of a linear: a block fills an SM of a machine of 132, and to begin and end a
+// share of the inputs costs it as much as kWideShareCost channels.
+constexpr uint64_t kWideBlocks = 132;
+constexpr uint64_t kMaxWideUnits = 3 * kWideBlocks;  // where inputs are shared
+constexpr uint64_t kWideShareCost = 6 * 64;
 
 // Groups times splits that sums take at most, where all rows make up to `groups` groups. Splits are there
 // only while their units stay below twice kEnoughUnits blocks of 32 channels, and a tile has up to 6 groups
@@ -45,9 +45,9 @@ uint64_t SplitGroups(uint64_t groups, uint32_t projections, uint32_t out_channel
   const uint64_t split_tiles = 2 * kEnoughUnits / (uint64_t{projections} * (out_channels / 32));
   return std::max(groups, std::min(kMaxSplits * groups, kSplitTileGroups * split_tiles));
 }
-// The same for a linear of the wide class, whose splits stay below kEnoughWideUnits blocks of 128 channels.
+// The same for a linear of the wide class, whose splits stay within kMaxWideUnits blocks of 128 channels.
 uint64_t WideSplitGroups(uint64_t groups, uint32_t out_channels) {
-  const uint64_t split_tiles = kEnoughWideUnits / (out_channels / kHadamardChannels);
+  const uint64_t split_tiles = kMaxWideUnits / (out_channels / kHadamardChannels);
   return std::max(groups, std::min(kMaxSplits * groups, kWideTileGroups * split_tiles));
 }
 
@@ -84,21 +84,23 @@ LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_ch
                           int compute_capability) {
   LinearPass pass;
   pass.row_class = LinearClassOf(tokens, compute_capability);
-  const uint64_t groups = (tokens + kGroupRows - 1) / kGroupRows;
-  uint64_t tile_groups = TileRows(pass.row_class) / kGroupRows;
-  const auto tiles = [&] { return (groups + tile_groups - 1) / tile_groups; };
-  if (pass.row_class == RowClass::kWide) {
-    // Smaller tiles decode more often, but at the same time.
-    const uint64_t blocks = out_channels / kHadamardChannels;
-    while (tile_groups > kSmallWideGroups && 2 * tiles() * blocks <= kEnoughWideUnits) tile_groups /= 2;
-    while (2 * tiles() * blocks * pass.sums.splits <= kEnoughWideUnits &&
-           in_channels >= 2 * pass.sums.splits * kWideShareChannels && 2 * pass.sums.splits <= kMaxSplits) {
-      pass.sums.splits *= 2;
+  pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
+  pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
+  if (pass.row_class != RowClass::kWide) {
+    pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
+    return pass;
+  }
+  const uint64_t units = uint64_t{pass.tiles} * (out_channels / kHadamardChannels);
+  uint64_t least = ~uint64_t{0};
+  for (uint32_t splits = 1; splits <= kMaxSplits; splits *= 2) {
+    if (splits > 1 && (units * splits > kMaxWideUnits || in_channels < 2 * kWideShareCost * splits)) break;
+    const uint64_t turns = (units * splits + kWideBlocks - 1) / kWideBlocks;
+    const uint64_t cost = turns * (in_channels / splits + kWideShareCost);
+    if (cost < least) {
+      least = cost;
+      pass.sums.splits = splits;
     }
   }
-  pass.groups = static_cast<uint32_t>(groups);
-  pass.tiles = static_cast<uint32_t>(tiles());
-  if (pass.row_class != RowClass::kWide) pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
   return pass;
 }
 

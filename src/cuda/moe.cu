@@ -7,6 +7,7 @@
 //   boundary  H128, svh, bias, activation, suh of down, H128: operands again
 //   finish    FC2: products, H128, svh, bias, route weight: one row per (route, segment)
 //   combine   sum over routes and segments in fixed order, output scale, store
+// In the wide class the fifth kernel leaves sums, and combine does what follows them.
 // Each kernel starts while the one before it ends (programmatic dependent launch) and fetches codes before it
 // waits. A kernel lets the next one start only after its own wait, so whoever runs has everything but its
 // direct predecessor complete. No kernel waits for another block: any number of SMs will do.
@@ -267,8 +268,8 @@ struct CombineSumsParams {
   const int32_t* exponents = nullptr;  // by (route, segment)
 };
 
-constexpr uint32_t kCombineSumsThreads = 64;
-constexpr uint32_t kCombineSumsChannels = kCombineSumsThreads * 32;
+constexpr uint32_t kCombineSumsThreads = 128;
+constexpr uint32_t kCombineSumsChannels = kCombineSumsThreads * 16;
 constexpr uint32_t kRoutesAtOnce = 32;
 
 // What a route's outputs are made with; vectors and exponent are those of its first segment, mostly all there
@@ -282,26 +283,26 @@ struct RouteFacts {
   int exponent;
 };
 
-__device__ __forceinline__ void LoadSums(const float* sums, float4 (&v)[8]) {
+__device__ __forceinline__ void LoadSums(const float* sums, float4 (&v)[4]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = *reinterpret_cast<const float4*>(sums + 16 * i);
+  for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const float4*>(sums + 32 * i);
 }
 
-__device__ __forceinline__ void AddOutputs(const float4 (&sums)[8], const uint16_t* svh, const uint16_t* bias,
-                                           int exponent, float weight, float (&total)[32]) {
-  uint2 signs[8];  // on their way from here on
+__device__ __forceinline__ void AddOutputs(const float4 (&sums)[4], const uint16_t* svh, const uint16_t* bias,
+                                           int exponent, float weight, float (&total)[16]) {
+  uint2 signs[4];  // on their way from here on
 #pragma unroll
-  for (int i = 0; i < 8; ++i) signs[i] = __ldg(reinterpret_cast<const uint2*>(svh + 16 * i));
-  float v[32];
+  for (int i = 0; i < 4; ++i) signs[i] = __ldg(reinterpret_cast<const uint2*>(svh + 32 * i));
+  float v[16];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 4; ++i) {
     v[4 * i] = sums[i].x, v[4 * i + 1] = sums[i].y, v[4 * i + 2] = sums[i].z, v[4 * i + 3] = sums[i].w;
   }
-  HadamardOfFour(v);
+  HadamardOfLanes(v);
   if (bias == nullptr && Ordinary(exponent)) {
     const float scale = SmallPowerOfTwo(exponent) * kHadamardScale * weight;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 4; ++i) {
       const float4 sign = FourHalves(signs[i]);
       total[4 * i] += v[4 * i] * sign.x * scale;
       total[4 * i + 1] += v[4 * i + 1] * sign.y * scale;
@@ -312,9 +313,9 @@ __device__ __forceinline__ void AddOutputs(const float4 (&sums)[8], const uint16
   }
   const double scale = PowerOfTwo(exponent);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const float4 sign = FourHalves(signs[i]);
-    const float4 bias4 = bias != nullptr ? LoadVector(bias + 16 * i) : float4{};
+    const float4 bias4 = bias != nullptr ? LoadVector(bias + 32 * i) : float4{};
     const float factors[] = {sign.x, sign.y, sign.z, sign.w}, adds[] = {bias4.x, bias4.y, bias4.z, bias4.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -324,22 +325,22 @@ __device__ __forceinline__ void AddOutputs(const float4 (&sums)[8], const uint16
   }
 }
 
-__global__ void __launch_bounds__(kCombineSumsThreads, 7)
+__global__ void __launch_bounds__(kCombineSumsThreads, 5)
     CombineSums(const __grid_constant__ CombineSumsParams params) {
   __shared__ RouteFacts facts[kRoutesAtOnce];
   const CombineParams& combine = params.combine;
   const uint32_t parts = (combine.channels + kCombineSumsChannels - 1) / kCombineSumsChannels;
   const uint32_t token = blockIdx.x / parts;
-  const uint32_t block = blockIdx.x % parts * (kCombineSumsThreads / 4) + threadIdx.x / 4;
+  const uint32_t block = blockIdx.x % parts * (kCombineSumsThreads / 8) + threadIdx.x / 8;
   const uint32_t last = combine.stored_channels / kHadamardChannels - 1;
   // Whole warps exchange values: blocks beyond the last one repeat it.
-  const uint32_t channel = min(block, last) * kHadamardChannels + (threadIdx.x & 3) * 4;
+  const uint32_t channel = min(block, last) * kHadamardChannels + (threadIdx.x & 7) * 4;
   const uint32_t top_k = combine.routes.top_k;
   const float* slots =
       combine.slots + uint64_t{token} * top_k * combine.max_segments * combine.stored_channels + channel;
   const int32_t* exponents = params.exponents + uint64_t{token} * top_k * combine.max_segments;
   const uint64_t slot_channels = uint64_t{combine.max_segments} * combine.stored_channels;
-  float total[32] = {};
+  float total[16] = {};
   bool reached = false;
   for (uint32_t first = 0; first < top_k; first += kRoutesAtOnce) {
     const uint32_t routes = min(top_k - first, kRoutesAtOnce);
@@ -359,13 +360,13 @@ __global__ void __launch_bounds__(kCombineSumsThreads, 7)
     }
     __syncthreads();
     if (first == 0) WaitForPreviousKernel();
-    float4 next[8];
+    float4 next[4];
     if (facts[0].count > 0) LoadSums(slots + first * slot_channels, next);
     for (uint32_t i = 0; i < routes; ++i) {
       const RouteFacts route = facts[i];
-      float4 sums[8];
+      float4 sums[4];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) sums[k] = next[k];
+      for (int k = 0; k < 4; ++k) sums[k] = next[k];
       if (i + 1 < routes && facts[i + 1].count > 0) LoadSums(slots + (first + i + 1) * slot_channels, next);
       if (route.count == 0) continue;
       reached = true;
@@ -384,8 +385,8 @@ __global__ void __launch_bounds__(kCombineSumsThreads, 7)
   const bool whole = combine.type == Value::kBF16 && !combine.accumulate &&
                      ((reinterpret_cast<uintptr_t>(combine.y) | combine.y_stride * 2) & 7) == 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t in_row = channel + 16 * i;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t in_row = channel + 32 * i;
     const uint64_t at = token * combine.y_stride + in_row;
     const float scale = combine.output_scale;
     if (whole && in_row + 4 <= combine.channels) {

@@ -27,14 +27,16 @@ __device__ __forceinline__ float4 Hadamard128(float4 v) {
   return {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
 }
 
-// H128 without its factor, for four neighbouring lanes that share a block: 32 channels in the registers of
-// each, which two bits of the channel the lane stands for does not matter.
+// H128 without its factor for 128 / kValues neighbouring lanes that share a block: kValues (16 or 32)
+// channels in the registers of each; which bits of the channel the lane stands for does not matter. A shuffle
+// is what an SM can do least of: 12 or 8 for 128 channels here, 20 in Hadamard128.
 inline constexpr float kHadamardScale = 0.08838834764831844f;  // 1 / sqrt(128)
-__device__ __forceinline__ void HadamardOfFour(float (&v)[32]) {
+template <int kValues>
+__device__ __forceinline__ void HadamardOfLanes(float (&v)[kValues]) {
 #pragma unroll
-  for (int stride = 1; stride < 32; stride *= 2) {
+  for (int stride = 1; stride < kValues; stride *= 2) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kValues; ++i) {
       if ((i & stride) != 0) continue;
       const float low = v[i], high = v[i + stride];
       v[i] = low + high;
@@ -42,10 +44,10 @@ __device__ __forceinline__ void HadamardOfFour(float (&v)[32]) {
     }
   }
 #pragma unroll
-  for (uint32_t stride = 1; stride < 4; stride *= 2) {
+  for (uint32_t stride = 1; stride < 128 / kValues; stride *= 2) {
     const float sign = (threadIdx.x & stride) != 0 ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) v[i] = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride) + sign * v[i];
+    for (int i = 0; i < kValues; ++i) v[i] = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride) + sign * v[i];
   }
 }
 

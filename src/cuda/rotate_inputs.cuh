@@ -170,7 +170,7 @@ static __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     const int exponent = ScaleOfFour(v);
-    HadamardOfFour(v);
+    HadamardOfLanes(v);
     float magnitude = 0;  // fmaxf drops NaN, so a NaN row gets the scale of its other values and stays NaN
 #pragma unroll
     for (int i = 0; i < 32; ++i) magnitude = fmaxf(magnitude, fabsf(v[i]));
