@@ -32,8 +32,8 @@ constexpr uint32_t kWeightBytes = kHadamardChannels * kQuadChannels * 2;
 constexpr uint32_t kInputBytes = kMaxTileRows * kQuadChannels * 2;
 constexpr uint32_t kStageBytes = kWeightBytes + kInputBytes;
 constexpr uint32_t kGroupBytes = kWidePieces * 16;  // of one quad
-// Published at a time. A decoder asks for codes up to four turns of its group beyond what it has handed over,
-// and an item has two stages or more: with fewer than seven it could wait for an item that waits for that.
+// Published at a time. A decoder waits for the item of a stage three turns of its group beyond what it has
+// handed over, and an item has two stages or more: with fewer than six the two could wait for each other.
 constexpr uint32_t kItems = 8;
 
 // Consecutive blocks of 128 output channels of one matrix, for one tile of rows and one share of the inputs.
