@@ -12,9 +12,10 @@ import sys
 BUDGET = {
     "FewRows": (80, 64),
     "ManyRows": (128, 256),
-    "WideRows": (128, 512),
+    "WideRows": (96, 512),
     "PackRoutes": (64, 256),
     "RotateInputs": (64, 128),
+    "RotateWide": (80, 64),
     "Boundary": (96, 64),
     "Combine": (96, 64),
     "StoreOutputs": (64, 64),

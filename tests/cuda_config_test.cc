@@ -72,12 +72,11 @@ TEST(CudaConfigTest, ClassesFollowTheRowsOfASegment) {
   // Only that family has the asynchronous matrix unit.
   for (const int capability : {80, 86, 89, 100, 120}) {
     EXPECT_EQ(ClassOf(kWideRows * 256, 256, capability), RowClass::kMany) << capability;
-    EXPECT_EQ(LinearClassOf(512, 12288, capability), RowClass::kMany) << capability;
+    EXPECT_EQ(LinearClassOf(512, capability), RowClass::kMany) << capability;
   }
-  EXPECT_EQ(LinearClassOf(8, 12288, 90), RowClass::kFew);
-  EXPECT_EQ(LinearClassOf(9, 12288, 90), RowClass::kMany);
-  EXPECT_EQ(LinearClassOf(512, 12288, 90), RowClass::kWide);
-  EXPECT_EQ(LinearClassOf(512, 2048, 90), RowClass::kMany);  // 64 units
+  EXPECT_EQ(LinearClassOf(8, 90), RowClass::kFew);
+  EXPECT_EQ(LinearClassOf(9, 90), RowClass::kMany);
+  EXPECT_EQ(LinearClassOf(kWideTokens, 90), RowClass::kWide);
 }
 
 // The bound of DirectRows keeps its operands in the room that every architecture has.

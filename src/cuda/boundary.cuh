@@ -27,9 +27,9 @@ __device__ __forceinline__ Operand OperandOf(const DeviceMatrix& matrix, RowClas
 // Writes a rotated row, with its exponent and the sum of its operands. `max_exponent`: this thread's.
 __device__ inline void StoreOperands(const RowBuffer& row, uint32_t channels, float max_exponent,
                                      Operand operand, uint4* group, uint32_t row_in_group, int32_t* exponent,
-                                     float* sum, float* shared) {
+                                     float* sum, float* shared, uint64_t quad_room = 0) {
   const int row_exponent = RowExponent(BlockMax(max_exponent, shared));
-  const float total = StoreRow(row, channels, row_exponent, operand, group, row_in_group);
+  const float total = StoreRow(row, channels, row_exponent, operand, group, row_in_group, quad_room);
   if (operand != Operand::kSplit) {
     const float all = BlockSum(total, shared);
     if (threadIdx.x == 0) *sum = all;

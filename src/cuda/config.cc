@@ -14,6 +14,7 @@ constexpr uint64_t kGroupRows = 8;
 constexpr uint64_t kEnoughUnits = 256;
 constexpr uint32_t kMaxSplits = 8;
 constexpr uint64_t kSplitTileGroups = TileRows(RowClass::kMany) / kGroupRows;
+constexpr uint64_t kWideTileGroups = TileRows(RowClass::kWide) / kGroupRows;
 constexpr uint64_t kMaxGridTiles = 65535;
 // Rows of activations that one pass keeps: bounds the workspace. GLM-5.2, top-8, tp 4: 3,381 tokens.
 constexpr uint64_t kChunkBytes = uint64_t{1400} << 20;
@@ -31,12 +32,23 @@ uint64_t RowBytes(const MoeGeometry& geometry, uint32_t intermediate) {
   return uint64_t{geometry.stored_hidden_channels} * (2 * 2 + 4) + uint64_t{intermediate} * (2 * 4 + 2);
 }
 
+// Products of the wide class, of a linear: a block fills an SM of a machine of 132, and to begin and end a
+// share of the inputs costs it as much as kWideShareCost channels.
+constexpr uint64_t kWideBlocks = 132;
+constexpr uint64_t kMaxWideUnits = 3 * kWideBlocks;  // where inputs are shared
+constexpr uint64_t kWideShareCost = 6 * 64;
+
 // Groups times splits that sums take at most, where all rows make up to `groups` groups. Splits are there
 // only while their units stay below twice kEnoughUnits blocks of 32 channels, and a tile has up to 6 groups
 // where products are split.
 uint64_t SplitGroups(uint64_t groups, uint32_t projections, uint32_t out_channels) {
   const uint64_t split_tiles = 2 * kEnoughUnits / (uint64_t{projections} * (out_channels / 32));
   return std::max(groups, std::min(kMaxSplits * groups, kSplitTileGroups * split_tiles));
+}
+// The same for a linear of the wide class, whose splits stay within kMaxWideUnits blocks of 128 channels.
+uint64_t WideSplitGroups(uint64_t groups, uint32_t out_channels) {
+  const uint64_t split_tiles = kMaxWideUnits / (out_channels / kHadamardChannels);
+  return std::max(groups, std::min(kMaxSplits * groups, kWideTileGroups * split_tiles));
 }
 
 }  // namespace
@@ -71,10 +83,24 @@ MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections
 LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
                           int compute_capability) {
   LinearPass pass;
-  pass.row_class = LinearClassOf(tokens, out_channels, compute_capability);
+  pass.row_class = LinearClassOf(tokens, compute_capability);
   pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
   pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
-  if (pass.row_class != RowClass::kWide) pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
+  if (pass.row_class != RowClass::kWide) {
+    pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
+    return pass;
+  }
+  const uint64_t units = uint64_t{pass.tiles} * (out_channels / kHadamardChannels);
+  uint64_t least = ~uint64_t{0};
+  for (uint32_t splits = 1; splits <= kMaxSplits; splits *= 2) {
+    if (splits > 1 && (units * splits > kMaxWideUnits || in_channels < 2 * kWideShareCost * splits)) break;
+    const uint64_t turns = (units * splits + kWideBlocks - 1) / kWideBlocks;
+    const uint64_t cost = turns * (in_channels / splits + kWideShareCost);
+    if (cost < least) {
+      least = cost;
+      pass.sums.splits = splits;
+    }
+  }
   return pass;
 }
 
@@ -151,7 +177,8 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
   config.input_sums = arrays.Add(rows, sizeof(float));
   config.inputs =
       arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
-  const uint64_t sum_rows = kGroupRows * SplitGroups(groups, 1, matrix.out_channels);
+  const uint64_t sum_rows = kGroupRows * std::max(SplitGroups(groups, 1, matrix.out_channels),
+                                                  WideSplitGroups(groups, matrix.out_channels));
   config.sums = arrays.Add(CheckedBytes(sum_rows) * matrix.out_channels, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
   if (!total) return tl::unexpected(total.error());

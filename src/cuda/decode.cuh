@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t PreviousWord(uint32_t last_word) {
 //   kPair   two weights = two operand elements. mul1 comes as 1024 + byte sum (exact in fp16); the affine
 //   part
 //           c * s + d is taken after the sum: y = c * sum + d * (sum of activations).
-//   kWide   as kPair, in the order that the asynchronous matrix unit reads
+//   kWide   as kPair, with both operands in shared memory
 enum class Operand { kSplit, kPair, kWide };
 
 inline constexpr float kMul1Scale = 1774.0f / 262144.0f;  // 0x1EEE

@@ -145,7 +145,7 @@ struct GemmParams {
   uint32_t log2_tiles = 0;   // output tiles of a unit: 32, 64 or 128 channels
   uint32_t log2_splits = 0;  // shares of the input channels, each a unit of its own
   const uint4* inputs = nullptr;
-  uint64_t group_room = 0;            // pieces from group to group
+  uint64_t group_room = 0;            // pieces from group to group; wide: from quad to quad
   uint64_t projection_room = 0;       // pieces from projection to projection
   const float* input_sums = nullptr;  // [projections][rows], for mul1
   uint32_t num_rows = 0;
@@ -154,11 +154,13 @@ struct GemmParams {
   uint64_t out_projection = 0;  // ... from projection to projection
   uint64_t out_split = 0;       // ... from split to split
   // Instead of sums, outputs: H128(sums) * svh * scale (+ bias), times the row's weight, in blocks of 128.
+  // Wide: sums still, in the order of the routes.
   bool finish = false;
   const int32_t* input_exponents = nullptr;  // [rows]
   // Makes the operands itself, from the sums of FC1: for tiles of one row.
   bool fused = false;
   BoundaryParams boundary = {};
+  uint32_t item_blocks = 1;  // wide: blocks of 128 channels that follow each other in one place
 };
 
 // How a unit's sums meet in shared memory: [warp splits][rows][block channels + 4]. The padding keeps the

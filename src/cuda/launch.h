@@ -20,8 +20,8 @@ struct DeviceLimits {
   int num_sms = 0;             // for probes of the machine; no layer depends on it
 };
 
-inline constexpr uint64_t kWideRows = 20;
-inline constexpr uint64_t kWideUnits = 192;
+inline constexpr uint64_t kWideRows = 8;
+inline constexpr uint64_t kWideTokens = 64;
 
 // How products are made.
 //   few   up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit unadded
@@ -41,11 +41,10 @@ constexpr RowClass ClassOf(uint64_t rows, uint64_t segments, int compute_capabil
   if (rows <= 4 * segments) return RowClass::kFew;
   return compute_capability == 90 && rows >= kWideRows * segments ? RowClass::kWide : RowClass::kMany;
 }
-// The same for a single matrix; wide units are large, so there must be enough of them.
-constexpr RowClass LinearClassOf(uint64_t tokens, uint32_t out_channels, int compute_capability) {
+// The same for a single matrix.
+constexpr RowClass LinearClassOf(uint64_t tokens, int compute_capability) {
   if (tokens <= 8) return RowClass::kFew;
-  const uint64_t units = (tokens + 127) / 128 * (out_channels / kHadamardChannels);
-  return compute_capability == 90 && tokens >= 64 && units >= kWideUnits ? RowClass::kWide : RowClass::kMany;
+  return compute_capability == 90 && tokens >= kWideTokens ? RowClass::kWide : RowClass::kMany;
 }
 // Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.
 constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {

@@ -77,7 +77,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const bool dependent = launch.limits.compute_capability >= 90;
   const LinearPass pass =
       PlanLinearPass(num_tokens, matrix.in_channels, matrix.out_channels, launch.limits.compute_capability);
-  const bool few = pass.row_class == RowClass::kFew;
+  const bool few = pass.row_class == RowClass::kFew, wide = pass.row_class == RowClass::kWide;
   const uint32_t num_rows = pass.groups * kGroupRows;
   const RowSource rows = {.kind = RowKind::kSingle,
                           .count = num_tokens,
@@ -87,7 +87,8 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   int32_t* exponents = reinterpret_cast<int32_t*>(workspace + launch.config.input_exponents);
   float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
   float* sums = reinterpret_cast<float*>(workspace + launch.config.sums);
-  const uint64_t room = GroupPieces(matrix.in_channels, few ? Operand::kSplit : Operand::kPair);
+  const uint64_t room = wide ? uint64_t{pass.groups} * kWidePieces
+                             : GroupPieces(matrix.in_channels, few ? Operand::kSplit : Operand::kPair);
 
   const RotateParams rotate = {
       .rows = rows,
@@ -131,6 +132,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
 
   Chain chain;
   chain.Add("rotate", [&] {
+    if (wide) return LaunchRotateWide(rotate, num_tokens, stream, false);
     return Launch(RotateInputs, dim3(num_tokens), few ? kMaxRowThreads : kRowThreads,
                   RowBuffer::Bytes(matrix.in_channels), stream, false, rotate);
   });

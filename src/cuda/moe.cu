@@ -7,6 +7,7 @@
 //   boundary  H128, svh, bias, activation, suh of down, H128: operands again
 //   finish    FC2: products, H128, svh, bias, route weight: one row per (route, segment)
 //   combine   sum over routes and segments in fixed order, output scale, store
+// In the wide class the fifth kernel leaves sums, and combine does what follows them.
 // Each kernel starts while the one before it ends (programmatic dependent launch) and fetches codes before it
 // waits. A kernel lets the next one start only after its own wait, so whoever runs has everything but its
 // direct predecessor complete. No kernel waits for another block: any number of SMs will do.
@@ -29,6 +30,8 @@ namespace {
 constexpr uint32_t kPackThreads = 1024;
 constexpr uint32_t kSharedExperts = 4096;  // more are counted in the workspace
 constexpr uint32_t kRoutesAhead = 8;       // routes that a thread asks for at once
+constexpr uint32_t kBlockRoutes = 512;     // routes that make a further block worth while, up to
+constexpr uint32_t kMaxPackBlocks = 32;
 
 struct PackParams {
   Routes routes;
@@ -65,44 +68,40 @@ __device__ uint32_t ExclusiveSum(uint32_t value, uint32_t* warp_sums, uint32_t* 
   return before + sum - value;
 }
 
-// Calls use(route, local expert, value) for the routes of this thread that lead to an expert here; `value` is
-// what load(token, j) gave, asked for a batch at a time.
-template <typename Load, typename Function>
-__device__ __forceinline__ void ForEachRoute(const PackParams& params, Load&& load, Function&& use) {
+// Calls use(route, local expert) for the routes of this thread that lead to an expert here, asked for a batch
+// at a time.
+template <typename Function>
+__device__ __forceinline__ void ForEachRoute(const PackParams& params, Function&& use) {
   const uint32_t num_routes = params.routes.num_tokens * params.routes.top_k;
   for (uint32_t first = threadIdx.x; first < num_routes; first += kRoutesAhead * blockDim.x) {
     int32_t experts[kRoutesAhead];
-    float values[kRoutesAhead];
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
       const uint32_t route = min(first + i * blockDim.x, num_routes - 1);
-      const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
-      experts[i] = LocalExpert(params.routes, params.experts.experts, token, j);
-      values[i] = load(token, j);
+      experts[i] = LocalExpert(params.routes, params.experts.experts, route / params.routes.top_k,
+                               route % params.routes.top_k);
     }
 #pragma unroll
     for (uint32_t i = 0; i < kRoutesAhead; ++i) {
       const uint32_t route = first + i * blockDim.x;
-      if (route < num_routes && experts[i] >= 0) use(route, static_cast<uint32_t>(experts[i]), values[i]);
+      if (route < num_routes && experts[i] >= 0) use(route, static_cast<uint32_t>(experts[i]));
     }
   }
 }
 
-// One block. The order of rows within a segment is not fixed, and nothing depends on it.
+// Every block counts all routes, and then writes what belongs to its experts, one out of gridDim.x: no block
+// needs another one. The order of rows within a segment is not fixed, and nothing depends on it.
 __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant__ PackParams params) {
   __shared__ uint32_t shared_counts[2 * kSharedExperts];
   __shared__ uint32_t warp_sums[kPackThreads / 32];
   const uint32_t experts = params.experts.experts;
   const uint32_t* first_segments = params.experts.first_segment;
-  uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;  // then: the next row
+  // More experts than fit: one block, and the next row of the workspace for groups.
+  uint32_t* counts = experts <= kSharedExperts ? shared_counts : params.expert_counts;
   uint32_t* group_counts = counts + experts;
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
-  for (uint32_t i = threadIdx.x; i < params.max_groups * kGroupRows; i += blockDim.x)
-    params.rows[i].route = -1;
   __syncthreads();
-  ForEachRoute(
-      params, [](uint32_t, uint32_t) { return 0.0f; },
-      [&](uint32_t, uint32_t expert, float) { atomicAdd(&counts[expert], 1u); });
+  ForEachRoute(params, [&](uint32_t, uint32_t expert) { atomicAdd(&counts[expert], 1u); });
   __syncthreads();
 
   uint32_t num_groups = 0, num_tiles = 0;
@@ -121,30 +120,38 @@ __global__ void __launch_bounds__(kPackThreads) PackRoutes(const __grid_constant
     if (expert >= experts) continue;
     counts[expert] = group * kGroupRows;
     group_counts[expert] = groups;
-    if (tiles == 0) continue;
+    if (tiles == 0 || expert % gridDim.x != blockIdx.x) continue;
     // Tiles of nearly equal height: 56 rows become 32 + 24, not 48 + 8. There are exactly `tiles` of them.
     const uint32_t height = (groups + tiles - 1) / tiles;
     for (uint32_t s = 0; s < segments; ++s) {
+      const uint32_t first_group = group + s * groups;
       for (uint32_t done = 0; done < groups; done += height) {
-        params.tiles[tile++] = {first_segment + s, group + s * groups + done,
+        params.tiles[tile++] = {first_segment + s, first_group + done,
                                 min(rows - done * kGroupRows, height * kGroupRows), 0};
+      }
+      for (uint32_t row = rows; row < groups * kGroupRows; ++row) {
+        params.rows[first_group * kGroupRows + row].route = -1;
       }
     }
   }
-  if (threadIdx.x == 0) *params.num_tiles = num_tiles;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *params.num_tiles = num_tiles;
+  for (uint32_t i = num_groups * kGroupRows + blockIdx.x * blockDim.x + threadIdx.x;
+       i < params.max_groups * kGroupRows; i += gridDim.x * blockDim.x) {
+    params.rows[i].route = -1;
+  }
   __syncthreads();
 
-  const auto weight_of = [&](uint32_t token, uint32_t j) {
-    return params.routes.weights[token * params.routes.weights_stride + j];
-  };
-  ForEachRoute(params, weight_of, [&](uint32_t route, uint32_t expert, float weight) {
+  ForEachRoute(params, [&](uint32_t route, uint32_t expert) {
+    if (expert % gridDim.x != blockIdx.x) return;
     const uint32_t first_segment = first_segments[expert];
     const uint32_t segments = first_segments[expert + 1] - first_segment;
     if (segments == 0) return;
+    const uint32_t token = route / params.routes.top_k, j = route % params.routes.top_k;
+    const float weight = params.routes.weights[token * params.routes.weights_stride + j];
     const uint32_t row = atomicAdd(&counts[expert], 1u);
     for (uint32_t s = 0; s < segments; ++s) {
       const uint32_t at = row + s * group_counts[expert] * kGroupRows;
-      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, route / params.routes.top_k, 0};
+      params.rows[at] = {static_cast<int32_t>(route), first_segment + s, token, 0};
       params.row_slots[at] = route * params.max_segments + s;
       params.row_weights[at] = weight;
     }
@@ -158,7 +165,8 @@ struct BoundaryLaunch {
   BoundaryParams boundary = {};
   uint4* mids = nullptr;
   uint64_t group_room = 0;
-  int32_t* mid_exponents = nullptr;
+  uint64_t quad_room = 0;            // wide
+  int32_t* mid_exponents = nullptr;  // of packed rows; wide: by (route, segment)
   float* mid_sums = nullptr;
 };
 
@@ -173,11 +181,13 @@ __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_consta
   if (row.route < 0) return;
   const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
+  const bool wide = params.boundary.row_class == RowClass::kWide;
   const RowBuffer buffer(row_memory, down.in_channels);
   const float max_exponent = BoundaryRow(params.boundary, segment, packed, buffer);
   StoreOperands(buffer, down.in_channels, max_exponent, OperandOf(down, params.boundary.row_class),
                 params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
-                params.mid_exponents + packed, params.mid_sums + packed, shared);
+                params.mid_exponents + (wide ? params.rows.SlotAt(packed) : packed), params.mid_sums + packed,
+                shared, params.quad_room);
 }
 
 struct CombineParams {
@@ -250,6 +260,150 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
   }
 }
 
+// Of the wide class, whose down products come as sums: H128, svh, bias and weight first. Four lanes take a
+// block of 128 channels; lane q of them holds channels 16 i + 4 q .. + 3. The sums of a route are on their
+// way while those of the one before are worked on.
+struct CombineSumsParams {
+  CombineParams combine;
+  const int32_t* exponents = nullptr;  // by (route, segment)
+};
+
+constexpr uint32_t kCombineSumsThreads = 128;
+constexpr uint32_t kCombineSumsChannels = kCombineSumsThreads * 16;
+constexpr uint32_t kRoutesAtOnce = 32;
+
+// What a route's outputs are made with; vectors and exponent are those of its first segment, mostly all there
+// is.
+struct RouteFacts {
+  const DeviceSegment* segments;
+  const uint16_t* svh;
+  const uint16_t* bias;
+  uint32_t count;
+  float weight;
+  int exponent;
+};
+
+__device__ __forceinline__ void LoadSums(const float* sums, float4 (&v)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const float4*>(sums + 32 * i);
+}
+
+__device__ __forceinline__ void AddOutputs(const float4 (&sums)[4], const uint16_t* svh, const uint16_t* bias,
+                                           int exponent, float weight, float (&total)[16]) {
+  uint2 signs[4];  // on their way from here on
+#pragma unroll
+  for (int i = 0; i < 4; ++i) signs[i] = __ldg(reinterpret_cast<const uint2*>(svh + 32 * i));
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[4 * i] = sums[i].x, v[4 * i + 1] = sums[i].y, v[4 * i + 2] = sums[i].z, v[4 * i + 3] = sums[i].w;
+  }
+  HadamardOfLanes(v);
+  if (bias == nullptr && Ordinary(exponent)) {
+    const float scale = SmallPowerOfTwo(exponent) * kHadamardScale * weight;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 sign = FourHalves(signs[i]);
+      total[4 * i] += v[4 * i] * sign.x * scale;
+      total[4 * i + 1] += v[4 * i + 1] * sign.y * scale;
+      total[4 * i + 2] += v[4 * i + 2] * sign.z * scale;
+      total[4 * i + 3] += v[4 * i + 3] * sign.w * scale;
+    }
+    return;
+  }
+  const double scale = PowerOfTwo(exponent);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 sign = FourHalves(signs[i]);
+    const float4 bias4 = bias != nullptr ? LoadVector(bias + 32 * i) : float4{};
+    const float factors[] = {sign.x, sign.y, sign.z, sign.w}, adds[] = {bias4.x, bias4.y, bias4.z, bias4.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const double all = double{v[4 * i + j] * kHadamardScale} * double{factors[j]} * scale + double{adds[j]};
+      total[4 * i + j] += static_cast<float>(all * double{weight});
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kCombineSumsThreads, 5)
+    CombineSums(const __grid_constant__ CombineSumsParams params) {
+  __shared__ RouteFacts facts[kRoutesAtOnce];
+  const CombineParams& combine = params.combine;
+  const uint32_t parts = (combine.channels + kCombineSumsChannels - 1) / kCombineSumsChannels;
+  const uint32_t token = blockIdx.x / parts;
+  const uint32_t block = blockIdx.x % parts * (kCombineSumsThreads / 8) + threadIdx.x / 8;
+  const uint32_t last = combine.stored_channels / kHadamardChannels - 1;
+  // Whole warps exchange values: blocks beyond the last one repeat it.
+  const uint32_t channel = min(block, last) * kHadamardChannels + (threadIdx.x & 7) * 4;
+  const uint32_t top_k = combine.routes.top_k;
+  const float* slots =
+      combine.slots + uint64_t{token} * top_k * combine.max_segments * combine.stored_channels + channel;
+  const int32_t* exponents = params.exponents + uint64_t{token} * top_k * combine.max_segments;
+  const uint64_t slot_channels = uint64_t{combine.max_segments} * combine.stored_channels;
+  float total[16] = {};
+  bool reached = false;
+  for (uint32_t first = 0; first < top_k; first += kRoutesAtOnce) {
+    const uint32_t routes = min(top_k - first, kRoutesAtOnce);
+    if (first > 0) __syncthreads();
+    if (threadIdx.x < routes) {
+      const uint32_t j = first + threadIdx.x;
+      const int32_t expert = LocalExpert(combine.routes, combine.experts.experts, token, j);
+      const uint32_t* segments = combine.experts.first_segment + max(expert, 0);
+      RouteFacts& route = facts[threadIdx.x];
+      route.segments = combine.experts.segments + segments[0];
+      route.count = expert < 0 ? 0 : segments[1] - segments[0];
+      route.weight = combine.routes.weights[token * combine.routes.weights_stride + j];
+      route.svh = route.count > 0 ? route.segments->matrices[2].svh : nullptr;
+      route.bias = route.count > 0 ? route.segments->matrices[2].bias : nullptr;
+      // Written before the kernel before this one.
+      route.exponent = route.count > 0 ? exponents[j * combine.max_segments] : 0;
+    }
+    __syncthreads();
+    if (first == 0) WaitForPreviousKernel();
+    float4 next[4];
+    if (facts[0].count > 0) LoadSums(slots + first * slot_channels, next);
+    for (uint32_t i = 0; i < routes; ++i) {
+      const RouteFacts route = facts[i];
+      float4 sums[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums[k] = next[k];
+      if (i + 1 < routes && facts[i + 1].count > 0) LoadSums(slots + (first + i + 1) * slot_channels, next);
+      if (route.count == 0) continue;
+      reached = true;
+      AddOutputs(sums, route.svh + channel, route.bias != nullptr ? route.bias + channel : nullptr,
+                 route.exponent, route.weight, total);
+      for (uint32_t s = 1; s < route.count; ++s) {
+        const DeviceMatrix& down = route.segments[s].matrices[2];
+        LoadSums(slots + (first + i) * slot_channels + uint64_t{s} * combine.stored_channels, sums);
+        AddOutputs(sums, down.svh + channel, down.bias != nullptr ? down.bias + channel : nullptr,
+                   exponents[(first + i) * combine.max_segments + s], route.weight, total);
+      }
+    }
+  }
+  // A row that no expert reached keeps its bits when outputs are added up.
+  if (block > last || (!reached && combine.accumulate)) return;
+  const bool whole = combine.type == Value::kBF16 && !combine.accumulate &&
+                     ((reinterpret_cast<uintptr_t>(combine.y) | combine.y_stride * 2) & 7) == 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t in_row = channel + 32 * i;
+    const uint64_t at = token * combine.y_stride + in_row;
+    const float scale = combine.output_scale;
+    if (whole && in_row + 4 <= combine.channels) {
+      const __nv_bfloat162 low = __floats2bfloat162_rn(total[4 * i] * scale, total[4 * i + 1] * scale);
+      const __nv_bfloat162 high = __floats2bfloat162_rn(total[4 * i + 2] * scale, total[4 * i + 3] * scale);
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(combine.y) + at) = {
+          *reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high)};
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (in_row + j >= combine.channels) break;
+      StoreValue(combine.type, combine.y, at + j, total[4 * i + j] * scale, combine.accumulate);
+    }
+  }
+}
+
 // One chunk of tokens.
 class MoeChain {
  public:
@@ -300,8 +454,12 @@ class MoeChain {
   uint32_t projections() const { return has_gate() ? 2 : 1; }
   uint32_t first_projection() const { return has_gate() ? 0 : 1; }
   uint32_t num_rows() const { return static_cast<uint32_t>(pass_.groups * kGroupRows); }
+  bool wide() const { return pass_.row_class == RowClass::kWide; }
+  // Pieces of a group of rows.
   uint64_t InputRoom() const { return GroupPieces(config_.hidden, operand_); }
   uint64_t MidRoom() const { return GroupPieces(config_.intermediate, operand_); }
+  // From quad to quad, where all groups of a quad lie together.
+  uint64_t QuadRoom() const { return pass_.groups * kWidePieces; }
   uint64_t Fc1Split() const { return uint64_t{num_rows()} * 2 * config_.intermediate; }
 
   cudaError_t Pack() {
@@ -317,7 +475,10 @@ class MoeChain {
                                .row_slots = At<uint32_t>(config_.row_slots),
                                .row_weights = At<float>(config_.row_weights)};
     // The first kernel follows whatever the caller ran before in the ordinary way.
-    return Launch(PackRoutes, dim3(1), kPackThreads, 0, stream_, false, params);
+    const uint64_t wanted = uint64_t{routes_.num_tokens} * routes_.top_k / kBlockRoutes;
+    const uint32_t blocks =
+        params.experts.experts > kSharedExperts ? 1 : Count(std::clamp<uint64_t>(wanted, 1, kMaxPackBlocks));
+    return Launch(PackRoutes, dim3(blocks), kPackThreads, 0, stream_, false, params);
   }
 
   cudaError_t Rotate() {
@@ -331,11 +492,12 @@ class MoeChain {
                                  .num_projections = projections(),
                                  .row_class = pass_.row_class,
                                  .inputs = At<uint4>(config_.inputs),
-                                 .group_room = InputRoom(),
+                                 .group_room = wide() ? QuadRoom() : InputRoom(),
                                  .projection_room = pass_.groups * InputRoom(),
                                  .exponents = At<int32_t>(config_.input_exponents),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
+    if (wide()) return LaunchRotateWide(params, num_rows(), stream_, dependent());
     const uint64_t blocks = (pass_.direct ? pass_.groups : num_rows()) * projections();
     const uint32_t threads = pass_.direct ? kMaxRowThreads : kRowThreads;
     return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_,
@@ -350,7 +512,7 @@ class MoeChain {
                                .log2_tiles = Log2(pass_.sums.block_channels / kTileChannels),
                                .log2_splits = Log2(pass_.sums.splits),
                                .inputs = At<uint4>(config_.inputs),
-                               .group_room = InputRoom(),
+                               .group_room = wide() ? QuadRoom() : InputRoom(),
                                .projection_room = pass_.groups * InputRoom(),
                                .input_sums = At<float>(config_.input_sums),
                                .num_rows = num_rows(),
@@ -382,11 +544,18 @@ class MoeChain {
     const BoundaryLaunch params = {.rows = rows(),
                                    .boundary = MakeBoundary(),
                                    .mids = At<uint4>(config_.mids),
-                                   .group_room = MidRoom(),
+                                   .group_room = wide() ? kWidePieces : MidRoom(),
+                                   .quad_room = QuadRoom(),
                                    .mid_exponents = At<int32_t>(config_.mid_exponents),
                                    .mid_sums = At<float>(config_.mid_sums)};
     return Launch(Boundary, dim3(num_rows()), kBoundaryThreads, RowBuffer::Bytes(config_.intermediate),
                   stream_, dependent(), params);
+  }
+
+  // Blocks of down's outputs that a block of threads takes in one go: enough to look ahead over.
+  uint32_t ItemBlocks() const {
+    const uint32_t quads = config_.intermediate / kQuadChannels;
+    return std::max(1u, 32 / quads);
   }
 
   cudaError_t Finish() {
@@ -396,7 +565,7 @@ class MoeChain {
                                .num_projections = 1,
                                .log2_tiles = Log2(kHadamardChannels / kTileChannels),
                                .inputs = At<uint4>(config_.mids),
-                               .group_room = MidRoom(),
+                               .group_room = wide() ? QuadRoom() : MidRoom(),
                                .input_sums = At<float>(config_.mid_sums),
                                .num_rows = num_rows(),
                                .out = At<float>(config_.slots),
@@ -404,7 +573,8 @@ class MoeChain {
                                .finish = true,
                                .input_exponents = At<int32_t>(config_.mid_exponents),
                                .fused = pass_.direct,
-                               .boundary = MakeBoundary()};
+                               .boundary = MakeBoundary(),
+                               .item_blocks = ItemBlocks()};
     const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(pass_.tiles));
     return LaunchRows(pass_.row_class, params, grid, stream_, dependent());
   }
@@ -422,6 +592,12 @@ class MoeChain {
                                   .y_stride = launch_.args.y_row_stride,
                                   .accumulate = launch_.args.accumulate};
     const uint64_t blocks = (params.channels + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
+    if (wide()) {
+      const CombineSumsParams sums = {params, At<int32_t>(config_.mid_exponents)};
+      const uint64_t parts = (params.channels + kCombineSumsChannels - 1) / kCombineSumsChannels;
+      return Launch(CombineSums, dim3(Count(parts * routes_.num_tokens)), kCombineSumsThreads, 0, stream_,
+                    dependent(), sums);
+    }
     return Launch(Combine, dim3(Count(blocks * routes_.num_tokens)), kCombineThreads, 0, stream_,
                   pass_.groups > 0 && dependent(), params);
   }

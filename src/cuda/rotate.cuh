@@ -27,12 +27,38 @@ __device__ __forceinline__ float4 Hadamard128(float4 v) {
   return {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
 }
 
-// Four channels of an fp16 vector. REQUIRES: 8-byte alignment.
-__device__ __forceinline__ float4 LoadVector(const uint16_t* vector) {
-  const uint2 bits = __ldg(reinterpret_cast<const uint2*>(vector));
+// H128 without its factor for 128 / kValues neighbouring lanes that share a block: kValues (16 or 32)
+// channels in the registers of each; which bits of the channel the lane stands for does not matter. A shuffle
+// is what an SM can do least of: 12 or 8 for 128 channels here, 20 in Hadamard128.
+inline constexpr float kHadamardScale = 0.08838834764831844f;  // 1 / sqrt(128)
+template <int kValues>
+__device__ __forceinline__ void HadamardOfLanes(float (&v)[kValues]) {
+#pragma unroll
+  for (int stride = 1; stride < kValues; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if ((i & stride) != 0) continue;
+      const float low = v[i], high = v[i + stride];
+      v[i] = low + high;
+      v[i + stride] = low - high;
+    }
+  }
+#pragma unroll
+  for (uint32_t stride = 1; stride < 128 / kValues; stride *= 2) {
+    const float sign = (threadIdx.x & stride) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = __shfl_xor_sync(0xFFFFFFFFu, v[i], stride) + sign * v[i];
+  }
+}
+
+__device__ __forceinline__ float4 FourHalves(uint2 bits) {
   const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
   const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
   return {low.x, low.y, high.x, high.y};
+}
+// Four channels of an fp16 vector. REQUIRES: 8-byte alignment.
+__device__ __forceinline__ float4 LoadVector(const uint16_t* vector) {
+  return FourHalves(__ldg(reinterpret_cast<const uint2*>(vector)));
 }
 
 __device__ __forceinline__ float MaxMagnitude(float4 v) {
