@@ -89,229 +89,73 @@ __device__ __forceinline__ uint64_t SharedOperand(uint32_t shared) {
   return uint64_t{(shared & 0x3FFFF) >> 4} | uint64_t{1} << 16 | kEightLines | kSwizzle128;
 }
 
-// Written out for each width: an instruction names all of its registers.
 // d = a * b (+ d if `add`) for a warpgroup: a is 64 x 16, b 16 x (8 * kGroups), both in shared memory; d is
 // laid out as the sums of kGroups mma.m16n8k16, each warp 16 rows.
 template <int kGroups>
 __device__ void MultiplyAsync(float (&d)[kGroups][4], uint64_t a, uint64_t b, bool add);
 
-template <>
-__device__ __forceinline__ void MultiplyAsync<2>(float (&d)[2][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %10, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7"
-      "}, %8, %9, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<3>(float (&d)[3][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %14, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
-      "}, %12, %13, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<4>(float (&d)[4][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<5>(float (&d)[5][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %22, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
-      "}, %20, %21, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<6>(float (&d)[6][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %26, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23"
-      "}, %24, %25, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<7>(float (&d)[7][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %30, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n56k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27"
-      "}, %28, %29, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<8>(float (&d)[8][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<10>(float (&d)[10][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %42, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-      "%36, %37, %38, %39"
-      "}, %40, %41, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<12>(float (&d)[12][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, %48, %49, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),
-        "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<14>(float (&d)[14][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %58, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-      "%53, %54, %55"
-      "}, %56, %57, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),
-        "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]),
-        "+f"(d[13][2]), "+f"(d[13][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
-
-template <>
-__device__ __forceinline__ void MultiplyAsync<16>(float (&d)[16][4], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
-      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
-      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, add, 1, 1, 0, 0;\n"
-      "}\n"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),
-        "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]),
-        "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]),
-        "+f"(d[13][2]), "+f"(d[13][3]), "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),
-        "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-      : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));
-}
+// An instruction names all of its registers: lists of four for each group, one longer than the other.
+#define ESPALIER_REGISTERS_1 "%0, %1, %2, %3"
+#define ESPALIER_REGISTERS_2 ESPALIER_REGISTERS_1 ", %4, %5, %6, %7"
+#define ESPALIER_REGISTERS_3 ESPALIER_REGISTERS_2 ", %8, %9, %10, %11"
+#define ESPALIER_REGISTERS_4 ESPALIER_REGISTERS_3 ", %12, %13, %14, %15"
+#define ESPALIER_REGISTERS_5 ESPALIER_REGISTERS_4 ", %16, %17, %18, %19"
+#define ESPALIER_REGISTERS_6 ESPALIER_REGISTERS_5 ", %20, %21, %22, %23"
+#define ESPALIER_REGISTERS_7 ESPALIER_REGISTERS_6 ", %24, %25, %26, %27"
+#define ESPALIER_REGISTERS_8 ESPALIER_REGISTERS_7 ", %28, %29, %30, %31"
+#define ESPALIER_REGISTERS_9 ESPALIER_REGISTERS_8 ", %32, %33, %34, %35"
+#define ESPALIER_REGISTERS_10 ESPALIER_REGISTERS_9 ", %36, %37, %38, %39"
+#define ESPALIER_REGISTERS_11 ESPALIER_REGISTERS_10 ", %40, %41, %42, %43"
+#define ESPALIER_REGISTERS_12 ESPALIER_REGISTERS_11 ", %44, %45, %46, %47"
+#define ESPALIER_REGISTERS_13 ESPALIER_REGISTERS_12 ", %48, %49, %50, %51"
+#define ESPALIER_REGISTERS_14 ESPALIER_REGISTERS_13 ", %52, %53, %54, %55"
+#define ESPALIER_REGISTERS_15 ESPALIER_REGISTERS_14 ", %56, %57, %58, %59"
+#define ESPALIER_REGISTERS_16 ESPALIER_REGISTERS_15 ", %60, %61, %62, %63"
+#define ESPALIER_GROUP(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define ESPALIER_GROUPS_1 ESPALIER_GROUP(0)
+#define ESPALIER_GROUPS_2 ESPALIER_GROUPS_1, ESPALIER_GROUP(1)
+#define ESPALIER_GROUPS_3 ESPALIER_GROUPS_2, ESPALIER_GROUP(2)
+#define ESPALIER_GROUPS_4 ESPALIER_GROUPS_3, ESPALIER_GROUP(3)
+#define ESPALIER_GROUPS_5 ESPALIER_GROUPS_4, ESPALIER_GROUP(4)
+#define ESPALIER_GROUPS_6 ESPALIER_GROUPS_5, ESPALIER_GROUP(5)
+#define ESPALIER_GROUPS_7 ESPALIER_GROUPS_6, ESPALIER_GROUP(6)
+#define ESPALIER_GROUPS_8 ESPALIER_GROUPS_7, ESPALIER_GROUP(7)
+#define ESPALIER_GROUPS_9 ESPALIER_GROUPS_8, ESPALIER_GROUP(8)
+#define ESPALIER_GROUPS_10 ESPALIER_GROUPS_9, ESPALIER_GROUP(9)
+#define ESPALIER_GROUPS_11 ESPALIER_GROUPS_10, ESPALIER_GROUP(10)
+#define ESPALIER_GROUPS_12 ESPALIER_GROUPS_11, ESPALIER_GROUP(11)
+#define ESPALIER_GROUPS_13 ESPALIER_GROUPS_12, ESPALIER_GROUP(12)
+#define ESPALIER_GROUPS_14 ESPALIER_GROUPS_13, ESPALIER_GROUP(13)
+#define ESPALIER_GROUPS_15 ESPALIER_GROUPS_14, ESPALIER_GROUP(14)
+#define ESPALIER_GROUPS_16 ESPALIER_GROUPS_15, ESPALIER_GROUP(15)
+// The places of a, b and add among the operands follow the 4 * groups of d.
+#define ESPALIER_MULTIPLY(groups, columns, at_a, at_b, at_add)                                        \
+  template <>                                                                                         \
+  __device__ __forceinline__ void MultiplyAsync<groups>(float(&d)[groups][4], uint64_t a, uint64_t b, \
+                                                        bool add) {                                   \
+    asm volatile(                                                                                     \
+        "{\n"                                                                                         \
+        ".reg .pred add;\n"                                                                           \
+        "setp.ne.b32 add, %" #at_add                                                                  \
+        ", 0;\n"                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.f16.f16 {" ESPALIER_REGISTERS_##groups  \
+        "}, %" #at_a ", %" #at_b                                                                      \
+        ", add, 1, 1, 0, 0;\n"                                                                        \
+        "}\n"                                                                                         \
+        : ESPALIER_GROUPS_##groups                                                                    \
+        : "l"(a), "l"(b), "r"(static_cast<uint32_t>(add)));                                           \
+  }
+ESPALIER_MULTIPLY(2, 16, 8, 9, 10)
+ESPALIER_MULTIPLY(3, 24, 12, 13, 14)
+ESPALIER_MULTIPLY(4, 32, 16, 17, 18)
+ESPALIER_MULTIPLY(5, 40, 20, 21, 22)
+ESPALIER_MULTIPLY(6, 48, 24, 25, 26)
+ESPALIER_MULTIPLY(7, 56, 28, 29, 30)
+ESPALIER_MULTIPLY(8, 64, 32, 33, 34)
+ESPALIER_MULTIPLY(10, 80, 40, 41, 42)
+ESPALIER_MULTIPLY(12, 96, 48, 49, 50)
+ESPALIER_MULTIPLY(14, 112, 56, 57, 58)
+ESPALIER_MULTIPLY(16, 128, 64, 65, 66)
 
 }  // namespace espalier::cuda
 
