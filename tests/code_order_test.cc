@@ -151,25 +151,6 @@ TEST(CodeOrder, MadeExpertsAreTheSameInBoth) {
   ExpectSameOutputs(native, panels);
 }
 
-std::vector<float> RunRows(const PreparedLinear& linear, const std::vector<float>& x, const char* executor) {
-  const uint64_t tokens = x.size() / linear.in_channels();
-  const LinearPlan plan = LinearPlan::Create(linear, {.max_tokens = tokens,
-                                                      .executor = test::ChoiceOf(executor).name,
-                                                      .mode = test::ChoiceOf(executor).mode})
-                              .value();
-  HostBuffer workspace = HostBuffer::Create(plan.workspace_bytes()).value();
-  std::vector<float> y(tokens * linear.out_channels());
-  EXPECT_TRUE(RunLinear(plan, linear,
-                        {.num_tokens = tokens,
-                         .x = x.data(),
-                         .x_row_stride = linear.in_channels(),
-                         .y = y.data(),
-                         .y_row_stride = linear.out_channels(),
-                         .workspace = workspace.data(),
-                         .workspace_bytes = workspace.size_bytes()}));
-  return y;
-}
-
 TEST(CodeOrder, MatricesDecodeAndRunTheSame) {
   test::Random random(2);
   std::vector<float> x(3 * 384);
@@ -183,7 +164,9 @@ TEST(CodeOrder, MatricesDecodeAndRunTheSame) {
       EXPECT_EQ(DecodeMatrix(native, true).value(), DecodeMatrix(panels, true).value());
       EXPECT_EQ(DecodeMatrix(native, false).value(), DecodeMatrix(panels, false).value());
       for (const char* executor : {"cpu", "reference"})
-        EXPECT_EQ(RunRows(native, x, executor), RunRows(panels, x, executor)) << info.name << " K " << bits;
+        EXPECT_EQ(test::RunLinearCall(native, x, executor, Dtype::kF32),
+                  test::RunLinearCall(panels, x, executor, Dtype::kF32))
+            << info.name << " K " << bits;
     }
   }
 }

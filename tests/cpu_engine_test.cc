@@ -77,24 +77,6 @@ std::vector<double> Reference(const PreparedExperts& experts, MoeCall call) {
   return test::RunCall(experts, call, "reference").values;
 }
 
-std::vector<double> Reference(const PreparedLinear& linear, const std::vector<float>& x) {
-  const uint64_t tokens = x.size() / linear.in_channels();
-  const LinearPlan plan =
-      LinearPlan::Create(linear, {.max_tokens = tokens, .output = Dtype::kF64, .executor = "reference"})
-          .value();
-  HostBuffer workspace = HostBuffer::Create(plan.workspace_bytes()).value();
-  std::vector<double> y(tokens * linear.out_channels());
-  EXPECT_TRUE(RunLinear(plan, linear,
-                        {.num_tokens = tokens,
-                         .x = x.data(),
-                         .x_row_stride = linear.in_channels(),
-                         .y = y.data(),
-                         .y_row_stride = linear.out_channels(),
-                         .workspace = workspace.data(),
-                         .workspace_bytes = workspace.size_bytes()}));
-  return y;
-}
-
 void ExpectWithin(const Gate& gate, std::span<const double> expected, const std::vector<float>& actual) {
   const test::Difference difference = Compare(expected.first(actual.size()), Doubles(actual));
   EXPECT_LE(difference.rel_l2, gate.max_rel_l2);
@@ -108,19 +90,13 @@ std::vector<float> RandomRows(uint64_t tokens, uint32_t channels, uint64_t seed)
   return x;
 }
 
-std::string IdentifierOf(std::string_view name) {
-  std::string text(name);
-  std::ranges::replace(text, '-', '_');
-  return text;
-}
-
 class OnEveryTable : public testing::TestWithParam<const KernelTable*> {
  protected:
   const KernelTable& table() const { return *GetParam(); }
 };
 INSTANTIATE_TEST_SUITE_P(Tables, OnEveryTable,
                          testing::ValuesIn(cpu::UsableTables().begin(), cpu::UsableTables().end()),
-                         [](const auto& parameter) { return IdentifierOf(parameter.param->name); });
+                         [](const auto& parameter) { return test::TableIdentifier(*parameter.param); });
 
 TEST(UsableTables, EndWithThePortableOneAndHaveNamesOfTheirOwn) {
   std::vector<std::string_view> names;
@@ -173,7 +149,7 @@ TEST_P(OnEveryTable, EveryFormatModeAndNumberOfRowsOfALinear) {
       const CodeOrder order = bits % 2 == 0 ? CodeOrder::kNative : CodeOrder::kPanels;
       const PreparedLinear linear = MakeLinear(384, 256, 0, 0, FormatOf(codebook, bits), 5, order);
       const std::vector<float> x = RandomRows(kMostRows, 384, 6);
-      const std::vector<double> expected = Reference(linear, x);
+      const std::vector<double> expected = test::RunLinearCall(linear, x, "reference", Dtype::kF64);
       for (const CpuMode mode : kModes) {
         for (const uint64_t rows : kRows) {
           SCOPED_TRACE(fmt::format("{} K {}, {}, {} rows", codebook.name, bits, CpuModeName(mode), rows));

@@ -22,6 +22,7 @@
 #include "reference/hadamard.h"
 #include "reference/trellis.h"
 #include "support/random_experts.h"
+#include "support/table_call.h"
 
 namespace espalier::cpu {
 namespace {
@@ -39,12 +40,6 @@ constexpr int kAllBits[] = {
 constexpr Operand kOperands[] = {Operand::kFloat, Operand::kFixed16,     Operand::kBf16Halves,
                                  Operand::kInt16, Operand::kInt16Halves, Operand::kInt8};
 
-std::string IdentifierOf(std::string_view name) {
-  std::string text(name);
-  std::ranges::replace(text, '-', '_');
-  return text;
-}
-
 class Kernels : public testing::TestWithParam<const KernelTable*> {
  protected:
   const KernelTable& table() const { return *GetParam(); }
@@ -61,7 +56,7 @@ class Kernels : public testing::TestWithParam<const KernelTable*> {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Tables, Kernels, testing::ValuesIn(UsableTables().begin(), UsableTables().end()),
-                         [](const auto& parameter) { return IdentifierOf(parameter.param->name); });
+                         [](const auto& parameter) { return test::TableIdentifier(*parameter.param); });
 
 // Whatever operand a table names, it has the functions for it.
 TEST_P(Kernels, AreThereForEveryOperandThatTheTableNames) {

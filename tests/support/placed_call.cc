@@ -10,22 +10,13 @@
 
 #include "moe/device_memory.h"
 #include "support/elements.h"
+#include "support/require.h"
 
 namespace espalier::test {
 namespace {
 
 constexpr std::byte kPoison{0xFF};  // NaN in every float type, -1 in every integer
 constexpr size_t kGuardBytes = 256;
-
-template <typename T>
-T Require(Result<T> result) {
-  if (!result) throw std::runtime_error(result.error().message());
-  return *std::move(result);
-}
-
-void Require(const Result<void>& result) {
-  if (!result) throw std::runtime_error(result.error().message());
-}
 
 uint64_t IdBytes(const MoeCall& call) { return call.id_type == IdType::kInt64 ? 8 : 4; }
 
@@ -159,6 +150,28 @@ MoeOutput PlacedCall::Finish() {
     output.values.push_back(Decode(dtype, y_.At(i)));
   }
   return output;
+}
+
+std::vector<double> RunLinearCall(const PreparedLinear& linear, const std::vector<float>& x,
+                                  const std::string& executor, Dtype output) {
+  const uint64_t tokens = x.size() / linear.in_channels();
+  const LinearPlan plan = Require(LinearPlan::Create(linear, {.max_tokens = tokens,
+                                                              .output = output,
+                                                              .executor = ChoiceOf(executor).name,
+                                                              .mode = ChoiceOf(executor).mode}));
+  HostBuffer workspace = Require(HostBuffer::Create(plan.workspace_bytes()));
+  std::vector<std::byte> y(tokens * linear.out_channels() * BytesOf(output), kPoison);
+  Require(RunLinear(plan, linear,
+                    {.num_tokens = tokens,
+                     .x = x.data(),
+                     .x_row_stride = linear.in_channels(),
+                     .y = y.data(),
+                     .y_row_stride = linear.out_channels(),
+                     .workspace = workspace.data(),
+                     .workspace_bytes = workspace.size_bytes()}));
+  std::vector<double> values;
+  for (size_t at = 0; at < y.size(); at += BytesOf(output)) values.push_back(Decode(output, &y[at]));
+  return values;
 }
 
 Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call,

@@ -14,16 +14,10 @@
 #include "moe/slab_order.h"
 #include "reference/activation.h"
 #include "support/elements.h"
+#include "support/require.h"
 
 namespace espalier::test {
 namespace {
-
-// The specs of tests are legal: a refusal is a mistake in the test, loud at once.
-template <typename T>
-T Require(Result<T> result) {
-  if (!result) throw std::runtime_error(result.error().message());
-  return *std::move(result);
-}
 
 std::vector<uint16_t> RandomVector(Random& random, uint32_t channels, double scale) {
   std::vector<uint16_t> values(channels);

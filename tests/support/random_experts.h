@@ -124,6 +124,10 @@ Result<MoeOutput> TryRunCall(const PreparedExperts& experts, const MoeCall& call
 // The same; throws on an error.
 MoeOutput RunCall(const PreparedExperts& experts, const MoeCall& call, const std::string& executor);
 
+// One matrix on the host: y of x [tokens][in] in fp32, on poisoned output. Throws on an error.
+std::vector<double> RunLinearCall(const PreparedLinear& linear, const std::vector<float>& x,
+                                  const std::string& executor, Dtype output);
+
 // The same function of the decoded matrices, without rotations or tiles: an independent way to the same
 // numbers, exact to the rounding of DecodeMatrix (6e-8 of a weight).
 std::vector<double> RunDense(const PreparedExperts& experts, const MoeCall& call);

@@ -12,19 +12,10 @@
 #include "base/checked.h"
 #include "cpu/moe_engine.h"
 #include "support/elements.h"
+#include "support/require.h"
 
 namespace espalier::test {
 namespace {
-
-template <typename T>
-T Require(Result<T> result) {
-  if (!result) throw std::runtime_error(result.error().message());
-  return *std::move(result);
-}
-
-void Require(const Result<void>& result) {
-  if (!result) throw std::runtime_error(result.error().message());
-}
 
 std::vector<float> Floats(const EdgeMemory& memory) {
   std::vector<float> values(memory.span().size() / sizeof(float));
@@ -52,6 +43,12 @@ EdgeMemory::~EdgeMemory() { munmap(pages_, front_bytes_ + size_bytes_ + page_byt
 void EdgeMemory::CheckFront() const {
   if (std::any_of(pages_, data(), [this](std::byte byte) { return byte != pattern_; }))
     throw std::runtime_error("written in front of an array");
+}
+
+std::string TableIdentifier(const cpu::KernelTable& table) {
+  std::string text(table.name);
+  std::ranges::replace(text, '-', '_');
+  return text;
 }
 
 std::vector<float> RunOnTable(const cpu::KernelTable& table, const PreparedExperts& experts,

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "cpu/kernel_table.h"
@@ -38,6 +39,9 @@ class EdgeMemory {
   uint64_t page_bytes_ = 0;
   std::byte pattern_;
 };
+
+// As a name of a test may hold it.
+std::string TableIdentifier(const cpu::KernelTable& table);
 
 struct TableOptions {
   CpuMode mode = CpuMode::kFast;
