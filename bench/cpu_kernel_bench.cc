@@ -45,9 +45,10 @@ const std::vector<uint32_t>& Codes() {
 
 void DecodeBlocks(benchmark::State& state, cpu::KernelTable::Decode decode, int bits) {
   std::vector<uint32_t> weights(kBlockWeights);
+  const uint32_t* codes = Codes().data();
   uint64_t block = 0;
   for (auto _ : state) {
-    decode(Codes().data() + block * BlockWordsOf(bits), weights.data());
+    decode(codes + block * BlockWordsOf(bits), weights.data());
     benchmark::DoNotOptimize(weights.data());
     benchmark::ClobberMemory();
     block = (block + 1) % (kWeights / kBlockWeights);
