@@ -30,7 +30,8 @@ def run_bench(options, geometry, codebook, tiers, mode, threads):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # 1: a row failed its gate, which its row says.
     if done.returncode not in (0, 1):
-        sys.exit(f"moe_bench: {' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
+        print(f"moe_bench: {' '.join(command)}: exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
+        sys.exit(done.returncode)
     return json.loads(done.stdout)
 
 
