@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(kCombineThreads) Combine(const __grid_constant
   }
 }
 
-// Of the wide class, whose down products come as sums: H128, svh, bias and weight first. Four lanes take a
-// block of 128 channels; lane q of them holds channels 16 i + 4 q .. + 3. The sums of a route are on their
+// Of the wide class, whose down products come as sums: H128, svh, bias and weight first. Eight lanes take a
+// block of 128 channels; lane q of them holds channels 32 i + 4 q .. + 3. The sums of a route are on their
 // way while those of the one before are worked on.
 struct CombineSumsParams {
   CombineParams combine;
