@@ -67,6 +67,19 @@ float SumOffset(const GroupInputs& inputs, uint32_t row, uint64_t num_blocks) {
   return sum * factor;
 }
 
+namespace {
+
+KernelTable::Fused FindFused(const KernelTable& table, const MatrixView& matrix, const GroupInputs& inputs) {
+  if (inputs.rows > kMaxFusedRows) return nullptr;
+  const int codebook = static_cast<int>(matrix.codebook);
+  if (inputs.operand == Operand::kFloat) return table.fused_float[codebook][matrix.bits][inputs.rows];
+  return inputs.operand == table.operand(CpuMode::kFast, matrix.codebook, inputs.rows)
+             ? table.fused[codebook][matrix.bits][inputs.rows]
+             : nullptr;
+}
+
+}  // namespace
+
 void FetchFirstBlock(const MatrixView& matrix, uint32_t out_block, const GroupInputs& inputs) {
   if (matrix.order != CodeOrder::kPanels) return;
   // With few rows one panel after the other is read, in one run.
@@ -83,9 +96,7 @@ void MultiplyGroup(const KernelTable& table, const MatrixView& matrix, uint32_t 
   const int codebook = static_cast<int>(matrix.codebook), operand = static_cast<int>(inputs.operand);
   std::fill_n(sums, uint64_t{inputs.rows} * kBlockChannels, 0.0f);
   const RowRuns runs(inputs.rows, table.max_rows);
-  const bool may_fuse = inputs.rows <= kMaxFusedRows &&
-                        inputs.operand == table.operand(CpuMode::kFast, matrix.codebook, inputs.rows);
-  const KernelTable::Fused fused = may_fuse ? table.fused[codebook][matrix.bits][inputs.rows] : nullptr;
+  const KernelTable::Fused fused = FindFused(table, matrix, inputs);
   if (fused != nullptr) {
     for (uint32_t p = 0; p < kBlockPanels; ++p) {
       MultiplyFused(fused, matrix, out_block * kBlockPanels + p, num_blocks, inputs, scratch,

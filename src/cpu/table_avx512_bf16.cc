@@ -32,8 +32,9 @@ template <Codebook kCodebook>
 void FillBf16(KernelTable& table) {
   FillDecode<VectorAvx512Bf16, Operand::kFixed16, kCodebook>(table);
   FillDecode<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook>(table);
-  FillFused<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook, 1, kPairRows - 1>(table);
-  FillFused<VectorAvx512Bf16, Operand::kFixed16, kCodebook, kPairRows, kMaxFusedRows>(table);
+  auto& fused = table.fused[static_cast<int>(kCodebook)];
+  FillFused<VectorAvx512Bf16, Operand::kBf16Halves, kCodebook, 1, kPairRows - 1>(fused);
+  FillFused<VectorAvx512Bf16, Operand::kFixed16, kCodebook, kPairRows, kMaxFusedRows>(fused);
 }
 
 }  // namespace

@@ -164,7 +164,9 @@ void FillAvx2(KernelTable& table) {
   FillExact<V>(table);
   FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
   FillMultiply<V, Operand::kInt16>(table);
-  FillFused<V, Operand::kInt16Halves, Codebook::kMul1, 1, V::FusedRows(0)>(table);
+  FillFused<V, Operand::kInt16Halves, Codebook::kMul1, 1, V::FusedRows(0)>(
+      table.fused[static_cast<int>(Codebook::kMul1)]);
+  FillFusedFloat<V>(table);
   table.operand = ChooseOperand<V>;
 }
 

@@ -192,7 +192,9 @@ void FillMul1(KernelTable& table) {
   FillExact<V>(table);
   FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
   FillMultiply<V, Operand::kInt16>(table);
-  FillFused<V, Operand::kInt16, Codebook::kMul1, 1, kMaxFusedRows>(table);
+  FillFused<V, Operand::kInt16, Codebook::kMul1, 1, kMaxFusedRows>(
+      table.fused[static_cast<int>(Codebook::kMul1)]);
+  FillFusedFloat<V>(table);
 }
 
 }  // namespace

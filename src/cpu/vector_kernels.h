@@ -240,6 +240,9 @@ struct Sums {
   }
 };
 
+// The order in which ForOperands comes to words of one value each. Sums in fp32 depend on the order.
+constexpr uint32_t StreamWord(uint32_t i) { return (i & ~15u) | (i << 2 & 8) | (i >> 1 & 6) | (i & 1); }
+
 // Sums of `kRows` rows and two vectors of output channels stay in registers.
 template <class V, Operand kOperand, int kRows>
 ESPALIER_INLINE void MultiplyTwoVectors(const uint32_t* weights, uint32_t second, const PackedRows& rows,
@@ -249,10 +252,11 @@ ESPALIER_INLINE void MultiplyTwoVectors(const uint32_t* weights, uint32_t second
   ESPALIER_UNROLL(r, kRows) { acc[r][0] = acc[r][1] = Sum::Start(rows.starts[r]); });
   const uint32_t* words = rows.words;
   for (uint32_t i = 0; i < BlockWords(kOperand); ++i) {
-    const typename V::Int w0 = V::Load(weights + i * kStepLanes);
-    const typename V::Int w1 = V::Load(weights + i * kStepLanes + second);
+    const uint32_t word = kOperand == Operand::kFloat ? StreamWord(i) : i;
+    const typename V::Int w0 = V::Load(weights + word * kStepLanes);
+    const typename V::Int w1 = V::Load(weights + word * kStepLanes + second);
     ESPALIER_UNROLL(r, kRows) {
-      const typename V::Int input = V::Set(words[r * BlockWords(kOperand) + i]);
+      const typename V::Int input = V::Set(words[r * BlockWords(kOperand) + word]);
       acc[r][0] = Sum::Dot(acc[r][0], w0, input);
       acc[r][1] = Sum::Dot(acc[r][1], w1, input);
     });
@@ -274,13 +278,14 @@ void MultiplyPanelBlock(const uint32_t* weights, const PackedRows& rows, float* 
 }
 
 // Decoded weights go from their register straight into the products. With few rows a row and vector has
-// several sums, as a chain of additions takes five cycles a link.
+// several sums, as a chain of additions takes five cycles a link; fp32 has the one of MultiplyTwoVectors.
 template <class V, Operand kOperand, Codebook kCodebook, int kBits, int kRows>
 ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_blocks, const PackedInputs& inputs,
                                        float* sums, uint64_t sums_stride) {
   using Sum = Sums<kOperand, V>;
   constexpr uint32_t kStepWords = BlockWords(kOperand) / kBlockSteps;
-  constexpr int kChains = kRows > 2 ? 1 : kStepWords == 8 || kRows > 1 ? 2 : 4;
+  constexpr bool kOneChain = kRows > 2 || kOperand == Operand::kFloat;
+  constexpr int kChains = kOneChain ? 1 : kStepWords == 8 || kRows > 1 ? 2 : 4;
   typename V::Float totals[kRows][2];
   ESPALIER_UNROLL(r, kRows) {
     totals[r][0] = V::LoadFloat(sums + uint64_t{r} * sums_stride);
@@ -603,10 +608,9 @@ template <class V, Operand kOperand, Codebook kCodebook, int kBits, int kFirstRo
 void FillFusedRows(KernelTable::Fused* fused, std::integer_sequence<int, kMore...>) {
   ((fused[kFirstRows + kMore] = MultiplyCodes<V, kOperand, kCodebook, kBits, kFirstRows + kMore>), ...);
 }
-// For kFirstRows to kLastRows rows, or as many as V's registers hold.
+// For kFirstRows to kLastRows rows, or as many as V's registers hold. `fused` is one codebook's.
 template <class V, Operand kOperand, Codebook kCodebook, int kFirstRows, int kLastRows>
-void FillFused(KernelTable& table) {
-  auto& fused = table.fused[static_cast<int>(kCodebook)];
+void FillFused(KernelTable::Fused (&fused)[kMaxBits + 1][kMaxFusedRows + 1]) {
   static_assert(kLastRows <= static_cast<int>(kMaxFusedRows));
 #define ESPALIER_BITS(bits)                                                                    \
   constexpr int kLast##bits = V::FusedRows(bits) < kLastRows ? V::FusedRows(bits) : kLastRows; \
@@ -644,6 +648,15 @@ void FillExact(KernelTable& table) {
 #include <espalier/formats.def>
   FillMultiply<V, Operand::kFloat>(table);
   FillRows<V>(table);
+}
+
+// What mode exact runs for one row. Not for plain C++, whose registers do not hold it.
+template <class V>
+void FillFusedFloat(KernelTable& table) {
+#define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier) \
+  FillFused<V, Operand::kFloat, Codebook::enumerator, 1, 1>(                   \
+      table.fused_float[static_cast<int>(Codebook::enumerator)]);
+#include <espalier/formats.def>
 }
 
 }  // namespace
