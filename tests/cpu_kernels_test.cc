@@ -72,7 +72,7 @@ TEST_P(Kernels, AreThereForEveryOperandThatTheTableNames) {
         for (const int bits : kAllBits) {
           SCOPED_TRACE(fmt::format("{} {} K {} {} rows", OperandName(operand), codebook.name, bits, rows));
           const int number = static_cast<int>(codebook.codebook);
-          const bool fused = rows <= kMaxFusedRows &&
+          const bool fused = rows <= kMaxFusedRows && operand != Operand::kFloat &&
                              operand == table().operand(CpuMode::kFast, codebook.codebook, rows) &&
                              table().fused[number][bits][rows] != nullptr;
           if (fused) continue;
@@ -519,92 +519,135 @@ TEST_P(Kernels, MultiplyEveryNumberOfRows) {
   EXPECT_GE(num_products, 2);
 }
 
-// Decoding and multiplying at once gives what one after the other gives, to rounding.
+// Operand and kernel of every fused product that the table has for `rows` rows.
+std::vector<std::pair<Operand, KernelTable::Fused>> FusedOf(const KernelTable& table, Codebook codebook,
+                                                            int bits, uint32_t rows) {
+  const int number = static_cast<int>(codebook);
+  std::vector<std::pair<Operand, KernelTable::Fused>> found;
+  if (const KernelTable::Fused fused = table.fused[number][bits][rows]; fused != nullptr)
+    found.emplace_back(table.operand(CpuMode::kFast, codebook, rows), fused);
+  if (const KernelTable::Fused fused = table.fused_float[number][bits][rows]; fused != nullptr)
+    found.emplace_back(Operand::kFloat, fused);
+  return found;
+}
+
+// Several blocks of codes and of input rows, the strides of the rows' words and scales with gaps between.
+struct FusedCase {
+  static constexpr uint32_t kBlocks = 3;
+
+  FusedCase(const KernelTable& table, Operand operand, Codebook codebook, int bits, uint32_t num_rows,
+            Random& random)
+      : block_words(PanelStepBytes(bits) / 4 * kBlockSteps), codes(block_words * kBlocks), rows(num_rows) {
+    for (uint32_t& word : codes) word = static_cast<uint32_t>(random.Next());
+    expected.assign(rows * kPanelChannels, 0.0);
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      const RowsOfBlock inputs(table, operand, RandomRows(random, rows, b == 1));
+      words.insert(words.end(), inputs.words.begin(), inputs.words.end());
+      words.insert(words.end(), 7, 0xFFFFFFFFu);
+      scales.insert(scales.end(), inputs.scales.begin(), inputs.scales.end());
+      scales.push_back(kNan);
+      starts.insert(starts.end(), inputs.starts.begin(), inputs.starts.end());
+      starts.push_back(1 << 30);
+      AddExpected(operand, codebook, bits, b, inputs);
+    }
+    word_stride = uint64_t{rows} * BlockWords(operand) + 7;
+  }
+
+  void AddExpected(Operand operand, Codebook codebook, int bits, uint32_t b, const RowsOfBlock& inputs) {
+    PanelBlock block = {.codes = {}, .states = {}};
+    block.states.resize(kBlockChannels * kPanelChannels);
+    for (uint32_t step = 0; step < kBlockSteps; ++step) {
+      for (uint32_t t = 0; t < 2; ++t) {
+        std::byte tile[TileBytes(kMaxBits)];
+        TileFromPanelStep(
+            reinterpret_cast<const std::byte*>(codes.data() + b * block_words) + step * PanelStepBytes(bits),
+            bits, t, tile);
+        for (int i = 0; i < static_cast<int>(kTileWeights); ++i) {
+          const TilePosition position = PositionOf(i);
+          const uint32_t row = step * kTileChannels + static_cast<uint32_t>(position.row);
+          const uint32_t column = t * kTileChannels + static_cast<uint32_t>(position.column);
+          block.states[row * kPanelChannels + column] = TileState(tile, bits, i);
+        }
+      }
+    }
+    std::vector<uint32_t> weights(BlockWords(operand) * kPanelChannels);
+    for (uint32_t i = 0; i < BlockWords(operand); ++i) {
+      for (uint32_t lane = 0; lane < kPanelChannels; ++lane)
+        weights[i * kPanelChannels + lane] = ExpectedWord(operand, codebook, block, i, LaneChannel(lane));
+    }
+    for (uint32_t r = 0; r < rows; ++r) {
+      for (uint32_t lane = 0; lane < kPanelChannels; ++lane) {
+        expected[r * kPanelChannels + lane] +=
+            DotWords(operand, weights.data(), inputs.rows[r], lane, inputs.starts[r]) *
+            double{inputs.scales[r]};
+      }
+    }
+  }
+
+  PackedInputs Inputs(uint32_t block) const {
+    return {.first = {.words = words.data() + block * word_stride,
+                      .scales = scales.data() + block * (rows + 1),
+                      .starts = starts.data() + block * (rows + 1)},
+            .word_stride = word_stride,
+            .row_stride = rows + 1};
+  }
+
+  size_t block_words;
+  std::vector<uint32_t> codes;
+  uint32_t rows;
+  std::vector<uint32_t> words;
+  std::vector<float> scales;
+  std::vector<int32_t> starts;
+  std::vector<double> expected;  // [rows][32 lanes]
+  uint64_t word_stride = 0;
+};
+
+// Decoding and multiplying at once gives what one after the other gives: to rounding, and in fp32, where mode
+// exact may do either for the same row, bit for bit.
 TEST_P(Kernels, FusedProductsOverSeveralBlocks) {
   Random random(6);
-  constexpr uint32_t kBlocks = 3;
   constexpr uint64_t kStride = kPanelChannels + 5;
-  int num_products = 0;
+  int num_products = 0, num_float = 0;
   for (const CodebookInfo& codebook : AllCodebooks()) {
     for (const int bits : kAllBits) {
       for (uint32_t rows = 1; rows <= kMaxFusedRows; ++rows) {
-        const int number = static_cast<int>(codebook.codebook);
-        const KernelTable::Fused fused = table().fused[number][bits][rows];
-        if (fused == nullptr) continue;
-        ++num_products;
-        const Operand operand = table().operand(CpuMode::kFast, codebook.codebook, rows);
-        SCOPED_TRACE(fmt::format("{} {} K {}, {} rows", OperandName(operand), codebook.name, bits, rows));
-        const size_t block_words = PanelStepBytes(bits) / 4 * kBlockSteps;
-        std::vector<uint32_t> codes(block_words * kBlocks);
-        for (uint32_t& word : codes) word = static_cast<uint32_t>(random.Next());
-
-        std::vector<uint32_t> words;
-        std::vector<float> scales;
-        std::vector<int32_t> starts;
-        std::vector<double> expected(rows * kPanelChannels);
-        for (uint32_t b = 0; b < kBlocks; ++b) {
-          const std::vector<std::vector<float>> values = RandomRows(random, rows, b == 1);
-          const RowsOfBlock inputs(table(), operand, values);
-          words.insert(words.end(), inputs.words.begin(), inputs.words.end());
-          // Gaps between the blocks: strides are their own.
-          words.insert(words.end(), 7, 0xFFFFFFFFu);
-          scales.insert(scales.end(), inputs.scales.begin(), inputs.scales.end());
-          scales.push_back(kNan);
-          starts.insert(starts.end(), inputs.starts.begin(), inputs.starts.end());
-          starts.push_back(1 << 30);
-          PanelBlock block = {.codes = {}, .states = {}};
-          block.states.resize(kBlockChannels * kPanelChannels);
-          for (uint32_t step = 0; step < kBlockSteps; ++step) {
-            for (uint32_t t = 0; t < 2; ++t) {
-              std::byte tile[TileBytes(kMaxBits)];
-              TileFromPanelStep(reinterpret_cast<const std::byte*>(codes.data() + b * block_words) +
-                                    step * PanelStepBytes(bits),
-                                bits, t, tile);
-              for (int i = 0; i < static_cast<int>(kTileWeights); ++i) {
-                const TilePosition position = PositionOf(i);
-                const uint32_t row = step * kTileChannels + static_cast<uint32_t>(position.row);
-                const uint32_t column = t * kTileChannels + static_cast<uint32_t>(position.column);
-                block.states[row * kPanelChannels + column] = TileState(tile, bits, i);
+        for (const auto& [operand, fused] : FusedOf(table(), codebook.codebook, bits, rows)) {
+          SCOPED_TRACE(fmt::format("{} {} K {}, {} rows", OperandName(operand), codebook.name, bits, rows));
+          const FusedCase example(table(), operand, codebook.codebook, bits, rows, random);
+          std::vector<float> sums(rows * kStride, 0.5f);
+          fused(example.codes.data(), FusedCase::kBlocks, example.Inputs(0), sums.data(), kStride);
+          for (uint32_t r = 0; r < rows; ++r) {
+            for (uint32_t lane = 0; lane < kStride; ++lane) {
+              const float actual = sums[r * kStride + lane];
+              if (lane >= kPanelChannels) {
+                ASSERT_EQ(actual, 0.5f) << "between the rows";
+              } else {
+                const double sum = 0.5 + example.expected[r * kPanelChannels + lane];
+                ASSERT_NEAR(actual, sum, ProductTolerance(operand) * (std::abs(sum) + 256))
+                    << r << " " << lane;
               }
             }
           }
-          std::vector<uint32_t> weights(BlockWords(operand) * kPanelChannels);
-          for (uint32_t i = 0; i < BlockWords(operand); ++i) {
-            for (uint32_t lane = 0; lane < kPanelChannels; ++lane) {
-              weights[i * kPanelChannels + lane] =
-                  ExpectedWord(operand, codebook.codebook, block, i, LaneChannel(lane));
-            }
+          ++num_products;
+          if (operand != Operand::kFloat) continue;
+          ++num_float;
+          const int number = static_cast<int>(codebook.codebook);
+          std::vector<float> apart(rows * kStride, 0.5f);
+          std::vector<uint32_t> weights(BlockWords(operand) * kPanelChannels, 0xFFFFFFFFu);
+          for (uint32_t b = 0; b < FusedCase::kBlocks; ++b) {
+            table().decode[static_cast<int>(operand)][number][bits](
+                example.codes.data() + b * example.block_words, weights.data());
+            table().multiply[static_cast<int>(operand)][rows](weights.data(), example.Inputs(b).first,
+                                                              apart.data(), kStride);
           }
-          for (uint32_t r = 0; r < rows; ++r) {
-            for (uint32_t lane = 0; lane < kPanelChannels; ++lane) {
-              expected[r * kPanelChannels + lane] +=
-                  DotWords(operand, weights.data(), inputs.rows[r], lane, inputs.starts[r]) *
-                  double{inputs.scales[r]};
-            }
-          }
-        }
-        std::vector<float> sums(rows * kStride, 0.5f);
-        fused(codes.data(), kBlocks,
-              {.first = {.words = words.data(), .scales = scales.data(), .starts = starts.data()},
-               .word_stride = uint64_t{rows} * BlockWords(operand) + 7,
-               .row_stride = rows + 1},
-              sums.data(), kStride);
-        for (uint32_t r = 0; r < rows; ++r) {
-          for (uint32_t lane = 0; lane < kStride; ++lane) {
-            const float actual = sums[r * kStride + lane];
-            if (lane >= kPanelChannels) {
-              ASSERT_EQ(actual, 0.5f) << "between the rows";
-            } else {
-              const double sum = 0.5 + expected[r * kPanelChannels + lane];
-              ASSERT_NEAR(actual, sum, ProductTolerance(operand) * (std::abs(sum) + 256)) << r << " " << lane;
-            }
-          }
+          ASSERT_EQ(std::memcmp(sums.data(), apart.data(), apart.size() * sizeof(float)), 0);
         }
       }
     }
   }
-  // The portable table multiplies in fp32 only, which has none.
+  // The portable table has none: its registers do not hold them.
   EXPECT_EQ(num_products == 0, table().name == "portable");
+  EXPECT_EQ(num_float, table().name == "portable" ? 0 : kNumCodebooks * kMaxBits);
 }
 
 // ---- Between and behind the products ---------------------------------------------------------------------

@@ -88,8 +88,8 @@ struct KernelTable {
                             uint64_t sums_stride);
   Multiply multiply[kNumOperands][kMaxTableRows + 1] = {};
   // Both in registers, over `num_blocks` blocks of one panel, for the operand that mode fast has for so many
-  // rows, and for kFloat; null where that is not faster. In kFloat the sums are those of decode and multiply, bit
-  // for bit: a row of mode exact does not depend on how many others there are.
+  // rows, and for kFloat; null where that is not faster. In kFloat the sums are those of decode and multiply,
+  // bit for bit: a row of mode exact does not depend on how many others there are.
   using Fused = void (*)(const uint32_t* codes, uint32_t num_blocks, const PackedInputs& inputs, float* sums,
                          uint64_t sums_stride);
   Fused fused[kNumCodebooks][kMaxBits + 1][kMaxFusedRows + 1] = {};
