@@ -202,7 +202,8 @@ Result<void> CheckExecutors(const PreparedExperts& host_experts, const Device& d
     if (backend->name() == "reference" || backend->device_type() != device.type) continue;
     const bool has_modes = backend->name() == "cpu";
     for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
-      if (!has_modes && mode != CpuMode::kExact) continue;
+      // Others take the default and nothing else.
+      if (!has_modes && mode != MoePlanOptions{}.mode) continue;
       if (!Supports(*backend, experts, *input, mode)) continue;
       const Result<MoeOutput> output =
           RunLayer(experts, *input, std::string(backend->name()), mode, Dtype::kF32);
