@@ -167,19 +167,22 @@ Metrics Measure(const MoeOutput& result, const MoeOutput& reference) {
   return sum.Result();
 }
 
-bool Supports(const Backend& backend, const PreparedExperts& experts, const MoeInput& input, CpuMode mode) {
+Result<void> Supports(const Backend& backend, const PreparedExperts& experts, const MoeInput& input,
+                      CpuMode mode) {
   MoePlanOptions options;
   options.device = experts.device();
   options.max_tokens = input.tokens;
   options.top_k = input.top_k;
   options.executor = std::string(backend.name());
   options.mode = mode;
-  return backend.Supports(experts.table(), options).has_value();
+  return backend.Supports(experts.table(), options);
 }
 
-// Every (executor, mode) of a device that can run the layer, against the reference on the host.
+// Every (executor, mode) of a device that can run the layer, against the reference on the host. What cannot
+// becomes a problem with its reason.
 Result<void> CheckExecutors(const PreparedExperts& host_experts, const Device& device, const MoeLayer& layer,
-                            uint64_t top_k, std::vector<ExecutorResult>& results) {
+                            uint64_t top_k, std::vector<ExecutorResult>& results,
+                            std::vector<Problem>& problems) {
   const RandomInputSize size{
       .tokens = kTokens,
       .hidden_channels = host_experts.geometry().hidden_channels,
@@ -204,7 +207,14 @@ Result<void> CheckExecutors(const PreparedExperts& host_experts, const Device& d
     for (const CpuMode mode : {CpuMode::kExact, CpuMode::kFast, CpuMode::kInt8}) {
       // Others take the default and nothing else.
       if (!has_modes && mode != MoePlanOptions{}.mode) continue;
-      if (!Supports(*backend, experts, *input, mode)) continue;
+      if (Result<void> supported = Supports(*backend, experts, *input, mode); !supported) {
+        problems.push_back({.severity = Problem::Severity::kWarning,
+                            .file = {},
+                            .tensor = {},
+                            .message = "not compared: " + supported.error().message(),
+                            .layer = layer.label});
+        continue;
+      }
       const Result<MoeOutput> output =
           RunLayer(experts, *input, std::string(backend->name()), mode, Dtype::kF32);
       if (!output) return tl::unexpected(output.error());
@@ -232,7 +242,8 @@ Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, siz
   const Result<PreparedExperts> experts = LoadExperts(checkpoint, index, load);
   if (!experts) return tl::unexpected(experts.error());
   std::vector<ExecutorResult> results;
-  if (auto run = CheckExecutors(*experts, device, layer, checkpoint.config().top_k, results); !run) {
+  if (auto run = CheckExecutors(*experts, device, layer, checkpoint.config().top_k, results, report.problems);
+      !run) {
     return tl::unexpected(run.error());
   }
   for (ExecutorResult& result : results) result.ok = result.ok && !vectors.found_error();
