@@ -650,7 +650,8 @@ void FillExact(KernelTable& table) {
   FillRows<V>(table);
 }
 
-// What mode exact runs for one row. Not for plain C++, whose registers do not hold it.
+// One row in fp32: of mode exact, and of mode fast where the codebook has no integers here. Not for plain
+// C++, whose registers do not hold it.
 template <class V>
 void FillFusedFloat(KernelTable& table) {
 #define ESPALIER_CODEBOOK(enumerator, number, name, marker_tensor, multiplier) \
