@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization method ``exl3``: what of a checkpoint goes to which method, and which checkpoints it is for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
+
+import espalier
+from espalier.vllm import TESTED_VERSIONS, _rules
+from espalier.vllm.experts import Exl3ExpertsMethod
+from espalier.vllm.linear import Exl3LinearMethod, Mxfp8LinearMethod
+
+logger = init_logger("vllm.espalier")
+
+METHOD = "exl3"
+MODES = ("exact", "fast", "int8")
+
+_PLAIN_DTYPES = ("BF16", "F16", "F32")
+
+
+def selected_mode() -> str:
+    """In which numbers the CPU takes products: --additional-config '{"espalier": {"mode": ...}}', else the environment
+    variable ESPALIER_MODE, else "fast". UsageError for anything else.
+    """
+    vllm_config = get_current_vllm_config_or_none()
+    additional = vllm_config.additional_config if vllm_config is not None else None
+    options = additional.get("espalier", {}) if isinstance(additional, dict) else {}
+    if not isinstance(options, dict) or not options.keys() <= {"mode"}:
+        raise espalier.UsageError(f"additional_config['espalier'] is {options!r}; legal is {{'mode': {'|'.join(MODES)}}}")
+    source = "additional_config['espalier']['mode']" if "mode" in options else "ESPALIER_MODE"
+    mode = options.get("mode") or os.environ.get("ESPALIER_MODE") or "fast"
+    if mode not in MODES:
+        raise espalier.UsageError(f"{source} is {mode!r}; legal: {', '.join(MODES)}")
+    return mode
+
+
+class Exl3Config(QuantizationConfig):
+    """One per engine. vLLM makes it in the front process and sends it to the workers, where it opens the checkpoint."""
+
+    def __init__(self, config: dict[str, Any] | None = None):
+        super().__init__()
+        config = config or {}
+        self.dense_format: str | None = config.get("dense_format")
+        if self.dense_format is not None and self.dense_format not in _rules.DENSE_FORMATS:
+            raise espalier.UnsupportedError(
+                f"quantization_config.dense_format is {self.dense_format!r}; legal: {', '.join(_rules.DENSE_FORMATS)}"
+            )
+        self.ignored_layers: list[str] = list(config.get("ignored_layers") or [])
+        self.model: str | None = None
+        self.revision: str | None = None
+        self._mappers: list[WeightsMapper] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._checkpoint: espalier.Checkpoint | None = None
+        self._names: dict[str, str] = {}  # vLLM's name of a dense matrix or module -> the file's
+        self._kinds: dict[str, str] = {}  # by the file's name: "exl3", or the dtype of its weight
+        self._claimed: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_checkpoint", "_names", "_kinds", "_claimed"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    # What vLLM asks of every method.
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        dtypes = [torch.bfloat16, torch.float16]
+        return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # where config.json says nothing, the tensors say all
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Exl3Config:
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Takes checkpoints that hold EXL3 experts or matrices whatever their config.json calls them.
+
+        Never against --quantization.
+        """
+        if user_quant not in (None, METHOD):
+            return None
+        named = hf_quant_cfg.get("quant_method")
+        if named == METHOD:
+            return METHOD
+        path = getattr(hf_config, "name_or_path", "")
+        if not path or not os.path.isdir(path):
+            return None
+        try:
+            checkpoint = espalier.Checkpoint(path)
+        except espalier.EspalierError:
+            return None  # not ours, so not ours to refuse
+        if not checkpoint.layers and not checkpoint.linears:
+            return None
+        logger.warning(
+            "%s: config.json says quant_method %r, the tensors are EXL3 (%s): taking %s", path, named, checkpoint.layout,
+            METHOD,
+        )  # fmt: skip
+        return METHOD
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Learns where the checkpoint is. One that cannot be read is refused here, before any worker starts."""
+        self.model, self.revision = model_name, revision
+        if os.path.isdir(model_name):
+            self._open()
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        self._mappers.append(hf_to_vllm_mapper)
+        if self._checkpoint is not None:
+            self._read_names()
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Keeps from vLLM's loader what only ours reads. Called when all layers exist: the time to miss some."""
+        self._check_claims()
+        return WeightsMapper(orig_to_new_regex={_rules.PAYLOAD: None})
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix)
+        if isinstance(layer, LinearBase):
+            return self._linear_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._embedding_method(layer, prefix)
+        return None
+
+    # The checkpoint.
+
+    @property
+    def checkpoint(self) -> espalier.Checkpoint:
+        """Opened on first use, a process each. Errors of the core as they are."""
+        if self._checkpoint is None:
+            self._open()
+        return self._checkpoint
+
+    def _open(self) -> None:
+        path = self.model
+        if path is None:
+            raise espalier.UsageError("quantization method exl3 was given no model directory")
+        if not os.path.isdir(path):
+            vllm_config = get_current_vllm_config_or_none()
+            cache = vllm_config.load_config.download_dir if vllm_config is not None else None
+            path = download_weights_from_hf(path, cache, ["*.safetensors", "*.json"], self.revision)
+        checkpoint = espalier.Checkpoint(path)
+        if not checkpoint.layers and not checkpoint.linears:
+            raise espalier.FormatError(f"{path} has no EXL3 tensors")
+        for problem in checkpoint.problems:
+            where = " ".join(filter(None, (problem.file, problem.tensor)))
+            if problem.severity == "error":
+                raise espalier.FormatError(f"{path}: {where}: {problem.message}")
+            logger.warning("%s: %s: %s", path, where, problem.message)
+        self._checkpoint = checkpoint
+        self._read_names()
+
+    def _read_names(self) -> None:
+        self._kinds = {
+            name.removesuffix(".weight"): info.dtype
+            for name, info in self._checkpoint.tensors.items()
+            if name.endswith(".weight")
+        }
+        self._kinds.update({linear.name: METHOD for linear in self._checkpoint.linears})
+        self._names = {name: name for name in self._kinds}
+        for mapper in self._mappers:
+            for current, stored in list(self._names.items()):
+                mapped = mapper.map_name(f"{current}.weight")
+                if mapped is not None:
+                    self._names.setdefault(mapped.removesuffix(".weight"), stored)
+
+    def _check_claims(self) -> None:
+        """Every EXL3 matrix of the model's layers belongs to a layer that vLLM built."""
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None or vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return  # other stages hold the rest
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        unclaimed = [
+            name
+            for name, kind in self._kinds.items()
+            if kind == METHOD and name not in self._claimed and not _is_draft(name, num_layers)
+        ]
+        unclaimed += [
+            name
+            for name in (f"{layer.prefix}.{layer.number}" for layer in self.checkpoint.layers)
+            if name not in self._claimed and not _is_draft(name, num_layers)
+        ]
+        if unclaimed:
+            shown = ", ".join(unclaimed[:4]) + (f" and {len(unclaimed) - 4} more" if len(unclaimed) > 4 else "")
+            raise espalier.UnsupportedError(
+                f"{self.checkpoint.path}: no layer of {vllm_config.model_config.architecture} takes these EXL3 tensors: "
+                f"{shown}"
+            )
+
+    # Which method runs a layer.
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        for position, info in enumerate(self.checkpoint.layers):
+            stored = f"{info.prefix}.{info.number}"
+            if any(prefix.startswith(f"{name}.") for name in self._module_names(stored)):
+                self._claimed.add(stored)
+                return Exl3ExpertsMethod(layer.moe_config, self.checkpoint, position, prefix, selected_mode())
+        if any(name.startswith(f"{prefix}.") for name in self._names):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        raise espalier.UnsupportedError(
+            f"{self.checkpoint.path} has no routed experts for vLLM's layer {prefix}; it has those of "
+            f"{', '.join(f'{info.prefix}.{info.number}' for info in self.checkpoint.layers) or 'no layer'}"
+        )
+
+    def _module_names(self, stored: str) -> set[str]:
+        """A module of the checkpoint as vLLM may call it."""
+        names = {stored}
+        for mapper in self._mappers:
+            for name in list(names):
+                mapped = mapper.map_name(f"{name}.weight")
+                if mapped is not None:
+                    names.add(mapped.removesuffix(".weight"))
+        return names
+
+    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
+        checkpoint = self.checkpoint
+        try:
+            names = _rules.constituents(prefix, self.packed_modules_mapping, self._names)
+        except ValueError as error:
+            raise espalier.UnsupportedError(f"{checkpoint.path}: vLLM's layer {prefix}: {error}") from None
+        if not names:
+            raise espalier.UnsupportedError(f"{checkpoint.path} has no weights for vLLM's layer {prefix}")
+        stored = [self._names[name] for name in names]
+        kinds = {self._kinds[name] for name in stored}
+        if len(kinds) > 1:
+            each = ", ".join(f"{name} {self._kinds[name]}" for name in stored)
+            raise espalier.UnsupportedError(
+                f"{checkpoint.path}: vLLM's layer {prefix} joins matrices that are not stored alike ({each})"
+            )
+        kind = kinds.pop()
+        self._claimed.update(stored)
+        if kind == METHOD:
+            return Exl3LinearMethod(checkpoint, stored, prefix, selected_mode())
+        self._check_dense_format(prefix, stored, kind)
+        if kind == "F8_E4M3":
+            return Mxfp8LinearMethod(checkpoint, stored, prefix)
+        return UnquantizedLinearMethod()
+
+    def _check_dense_format(self, prefix: str, stored: list[str], kind: str) -> None:
+        """The file holds a dense layer as the config says it does."""
+        plain = [self.dense_format != "mxfp8" or _rules.is_plain(name, self.ignored_layers) for name in stored]
+        if any(plain) != all(plain):
+            raise espalier.UnsupportedError(
+                f"{self.checkpoint.path}: vLLM's layer {prefix} joins {', '.join(stored)}, of which ignored_layers names "
+                "some and not all"
+            )
+        if kind in _PLAIN_DTYPES if plain[0] else kind == "F8_E4M3":
+            return
+        rule = f"dense_format {self.dense_format!r}" + (" and ignored_layers" if self.dense_format == "mxfp8" else "")
+        legal = ", ".join(_PLAIN_DTYPES) if plain[0] else "F8_E4M3"
+        raise espalier.FormatError(
+            f"{self.checkpoint.path}: {stored[0]}.weight is {kind}, but by the config's {rule} it should be {legal}"
+        )
+
+    def _embedding_method(self, layer: VocabParallelEmbedding, prefix: str) -> QuantizeMethodBase | None:
+        stored = self._names_of_checkpoint().get(prefix)
+        kind = self._kinds.get(stored) if stored is not None else None
+        if kind == METHOD and isinstance(layer, ParallelLMHead):
+            self._claimed.add(stored)
+            return Exl3LinearMethod(self.checkpoint, [stored], prefix, selected_mode())
+        if kind is not None and kind not in _PLAIN_DTYPES:
+            raise espalier.UnsupportedError(
+                f"{self.checkpoint.path}: {stored} is stored as {kind}; legal for {type(layer).__name__} are "
+                f"{', '.join(_PLAIN_DTYPES)}" + (" and EXL3" if isinstance(layer, ParallelLMHead) else "")
+            )
+        return None  # plain, or tied to a plain one
+
+    def _names_of_checkpoint(self) -> dict[str, str]:
+        self.checkpoint  # opens it
+        return self._names
+
+
+def _is_draft(name: str, num_layers: int) -> bool:
+    """A layer behind the model's last, which vLLM builds for speculative decoding only."""
+    return any(part.isdecimal() and int(part) >= num_layers for part in name.split(".")[:4])
+
+
+def register() -> None:
+    if vllm.__version__.partition("+")[0] not in TESTED_VERSIONS:
+        logger.warning_once(
+            "espalier.vllm was tested with vLLM %s, this is %s", ", ".join(TESTED_VERSIONS), vllm.__version__
+        )
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(Exl3Config)
