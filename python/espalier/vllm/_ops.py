@@ -35,7 +35,7 @@ def install(owner: object, package: espalier.Experts | espalier.Linear, mode: st
     """
     handle = espalier.torch.handle(package)
     _modes[handle] = mode
-    weakref.finalize(owner, _forget, handle)
+    weakref.finalize(owner, _forget, handle).atexit = False
     return torch.tensor([handle], dtype=torch.int64, device="cpu")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 
 import espalier
 from espalier.vllm import TESTED_VERSIONS, _rules
+from espalier.vllm._opened import Opened as _Opened
 from espalier.vllm.experts import Exl3ExpertsMethod
 from espalier.vllm.linear import Exl3LinearMethod, Mxfp8LinearMethod
 
@@ -64,23 +66,10 @@ class Exl3Config(QuantizationConfig):
         self.model: str | None = None
         self.revision: str | None = None
         self._mappers: list[WeightsMapper] = []
-        self._forget()
-
-    def _forget(self) -> None:
-        self._checkpoint: espalier.Checkpoint | None = None
-        self._names: dict[str, str] = {}  # vLLM's name of a dense matrix or module -> the file's
-        self._kinds: dict[str, str] = {}  # by the file's name: "exl3", or the dtype of its weight
-        self._claimed: set[str] = set()
+        self._opened: _Opened | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("_checkpoint", "_names", "_kinds", "_claimed"):
-            del state[name]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        return {**self.__dict__, "_opened": None}  # every process opens the checkpoint itself
 
     # What vLLM asks of every method.
 
@@ -135,12 +124,13 @@ class Exl3Config(QuantizationConfig):
         """Learns where the checkpoint is. One that cannot be read is refused here, before any worker starts."""
         self.model, self.revision = model_name, revision
         if os.path.isdir(model_name):
-            self._open()
+            for problem in self._open().checkpoint.problems:
+                logger.warning("%s: %s %s: %s", model_name, problem.file, problem.tensor, problem.message)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         self._mappers.append(hf_to_vllm_mapper)
-        if self._checkpoint is not None:
-            self._read_names()
+        if self._opened is not None:
+            self._opened.rename(hf_to_vllm_mapper)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
         """Keeps from vLLM's loader what only ours reads. Called when all layers exist: the time to miss some."""
@@ -151,21 +141,17 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, LinearBase):
-            return self._linear_method(prefix)
+            return self._linear_method(layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return self._embedding_method(layer, prefix)
         return None
 
     # The checkpoint.
 
-    @property
-    def checkpoint(self) -> espalier.Checkpoint:
-        """Opened on first use, a process each. Errors of the core as they are."""
-        if self._checkpoint is None:
-            self._open()
-        return self._checkpoint
-
-    def _open(self) -> None:
+    def _open(self) -> _Opened:
+        """Opened on first use. Errors of the core as they are."""
+        if self._opened is not None:
+            return self._opened
         path = self.model
         if path is None:
             raise espalier.UsageError("quantization method exl3 was given no model directory")
@@ -173,135 +159,99 @@ class Exl3Config(QuantizationConfig):
             vllm_config = get_current_vllm_config_or_none()
             cache = vllm_config.load_config.download_dir if vllm_config is not None else None
             path = download_weights_from_hf(path, cache, ["*.safetensors", "*.json"], self.revision)
-        checkpoint = espalier.Checkpoint(path)
-        if not checkpoint.layers and not checkpoint.linears:
-            raise espalier.FormatError(f"{path} has no EXL3 tensors")
-        for problem in checkpoint.problems:
-            where = " ".join(filter(None, (problem.file, problem.tensor)))
-            if problem.severity == "error":
-                raise espalier.FormatError(f"{path}: {where}: {problem.message}")
-            logger.warning("%s: %s: %s", path, where, problem.message)
-        self._checkpoint = checkpoint
-        self._read_names()
-
-    def _read_names(self) -> None:
-        self._kinds = {
-            name.removesuffix(".weight"): info.dtype
-            for name, info in self._checkpoint.tensors.items()
-            if name.endswith(".weight")
-        }
-        self._kinds.update({linear.name: METHOD for linear in self._checkpoint.linears})
-        self._names = {name: name for name in self._kinds}
+        opened = _Opened(espalier.Checkpoint(path))
         for mapper in self._mappers:
-            for current, stored in list(self._names.items()):
-                mapped = mapper.map_name(f"{current}.weight")
-                if mapped is not None:
-                    self._names.setdefault(mapped.removesuffix(".weight"), stored)
+            opened.rename(mapper)
+        self._opened = opened
+        return opened
 
     def _check_claims(self) -> None:
         """Every EXL3 matrix of the model's layers belongs to a layer that vLLM built."""
-        vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        vllm_config = get_current_vllm_config()
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
             return  # other stages hold the rest
+        opened = self._open()
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        unclaimed = [
-            name
-            for name, kind in self._kinds.items()
-            if kind == METHOD and name not in self._claimed and not _is_draft(name, num_layers)
-        ]
-        unclaimed += [
-            name
-            for name in (f"{layer.prefix}.{layer.number}" for layer in self.checkpoint.layers)
-            if name not in self._claimed and not _is_draft(name, num_layers)
-        ]
+        exl3 = [name for name, kind in opened.kinds.items() if kind == METHOD]
+        exl3 += [f"{layer.prefix}.{layer.number}" for layer in opened.layers]
+        unclaimed = [name for name in exl3 if name not in opened.claimed and not _is_draft(name, num_layers)]
         if unclaimed:
             shown = ", ".join(unclaimed[:4]) + (f" and {len(unclaimed) - 4} more" if len(unclaimed) > 4 else "")
             raise espalier.UnsupportedError(
-                f"{self.checkpoint.path}: no layer of {vllm_config.model_config.architecture} takes these EXL3 tensors: "
-                f"{shown}"
+                f"{opened.path}: no layer of {vllm_config.model_config.architecture} takes the EXL3 tensors of {shown}"
             )
 
     # Which method runs a layer.
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
-        for position, info in enumerate(self.checkpoint.layers):
+        opened = self._open()
+        for position, info in enumerate(opened.layers):
             stored = f"{info.prefix}.{info.number}"
-            if any(prefix.startswith(f"{name}.") for name in self._module_names(stored)):
-                self._claimed.add(stored)
-                return Exl3ExpertsMethod(layer.moe_config, self.checkpoint, position, prefix, selected_mode())
-        if any(name.startswith(f"{prefix}.") for name in self._names):
+            if any(prefix.startswith(f"{name}.") for name in opened.module_names(stored)):
+                opened.claimed.add(stored)
+                return Exl3ExpertsMethod(layer, opened, position, prefix, selected_mode())
+        if any(name.startswith(f"{prefix}.") for name in opened.names):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         raise espalier.UnsupportedError(
-            f"{self.checkpoint.path} has no routed experts for vLLM's layer {prefix}; it has those of "
-            f"{', '.join(f'{info.prefix}.{info.number}' for info in self.checkpoint.layers) or 'no layer'}"
+            f"{opened.path} has no routed experts for vLLM's layer {prefix}; it has those of "
+            f"{', '.join(f'{info.prefix}.{info.number}' for info in opened.layers) or 'no layer'}"
         )
 
-    def _module_names(self, stored: str) -> set[str]:
-        """A module of the checkpoint as vLLM may call it."""
-        names = {stored}
-        for mapper in self._mappers:
-            for name in list(names):
-                mapped = mapper.map_name(f"{name}.weight")
-                if mapped is not None:
-                    names.add(mapped.removesuffix(".weight"))
-        return names
-
-    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
-        checkpoint = self.checkpoint
+    def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
+        opened = self._open()
         try:
-            names = _rules.constituents(prefix, self.packed_modules_mapping, self._names)
+            names = _rules.constituents(prefix, self.packed_modules_mapping, opened.names)
         except ValueError as error:
-            raise espalier.UnsupportedError(f"{checkpoint.path}: vLLM's layer {prefix}: {error}") from None
+            raise espalier.UnsupportedError(f"{opened.path}: vLLM's layer {prefix}: {error}") from None
         if not names:
-            raise espalier.UnsupportedError(f"{checkpoint.path} has no weights for vLLM's layer {prefix}")
-        stored = [self._names[name] for name in names]
-        kinds = {self._kinds[name] for name in stored}
+            raise espalier.UnsupportedError(f"{opened.path} has no weights for vLLM's layer {prefix}")
+        stored = [opened.names[name] for name in names]
+        kinds = {opened.kinds[name] for name in stored}
         if len(kinds) > 1:
-            each = ", ".join(f"{name} {self._kinds[name]}" for name in stored)
+            each = ", ".join(f"{name} {opened.kinds[name]}" for name in stored)
             raise espalier.UnsupportedError(
-                f"{checkpoint.path}: vLLM's layer {prefix} joins matrices that are not stored alike ({each})"
+                f"{opened.path}: vLLM's layer {prefix} joins matrices that are not stored alike ({each})"
             )
         kind = kinds.pop()
-        self._claimed.update(stored)
+        opened.claimed.update(stored)
         if kind == METHOD:
-            return Exl3LinearMethod(checkpoint, stored, prefix, selected_mode())
-        self._check_dense_format(prefix, stored, kind)
+            return Exl3LinearMethod(opened, stored, prefix, selected_mode())
+        if not isinstance(layer, GateLinear) or kind not in _PLAIN_DTYPES:  # routers are plain, rule or no rule
+            self._check_dense_format(opened, prefix, stored, kind)
         if kind == "F8_E4M3":
-            return Mxfp8LinearMethod(checkpoint, stored, prefix)
+            return Mxfp8LinearMethod(opened, stored, prefix)
         return UnquantizedLinearMethod()
 
-    def _check_dense_format(self, prefix: str, stored: list[str], kind: str) -> None:
+    def _check_dense_format(self, opened: _Opened, prefix: str, stored: list[str], kind: str) -> None:
         """The file holds a dense layer as the config says it does."""
         plain = [self.dense_format != "mxfp8" or _rules.is_plain(name, self.ignored_layers) for name in stored]
         if any(plain) != all(plain):
             raise espalier.UnsupportedError(
-                f"{self.checkpoint.path}: vLLM's layer {prefix} joins {', '.join(stored)}, of which ignored_layers names "
-                "some and not all"
+                f"{opened.path}: vLLM's layer {prefix} joins {', '.join(stored)}, of which ignored_layers names some and "
+                "not all"
             )
-        if kind in _PLAIN_DTYPES if plain[0] else kind == "F8_E4M3":
-            return
-        rule = f"dense_format {self.dense_format!r}" + (" and ignored_layers" if self.dense_format == "mxfp8" else "")
-        legal = ", ".join(_PLAIN_DTYPES) if plain[0] else "F8_E4M3"
-        raise espalier.FormatError(
-            f"{self.checkpoint.path}: {stored[0]}.weight is {kind}, but by the config's {rule} it should be {legal}"
-        )
+        legal = _PLAIN_DTYPES if plain[0] else ("F8_E4M3",)
+        if kind not in legal:
+            rule = "ignored_layers" if plain[0] and self.dense_format == "mxfp8" else f"dense_format {self.dense_format!r}"
+            raise espalier.FormatError(
+                f"{opened.path}: {stored[0]}.weight is {kind}; by the config's {rule} legal is {', '.join(legal)}"
+            )
 
     def _embedding_method(self, layer: VocabParallelEmbedding, prefix: str) -> QuantizeMethodBase | None:
-        stored = self._names_of_checkpoint().get(prefix)
-        kind = self._kinds.get(stored) if stored is not None else None
+        opened = self._open()
+        stored = opened.names.get(prefix)
+        if stored is None:
+            return None  # tied to one that is stored
+        kind = opened.kinds[stored]
         if kind == METHOD and isinstance(layer, ParallelLMHead):
-            self._claimed.add(stored)
-            return Exl3LinearMethod(self.checkpoint, [stored], prefix, selected_mode())
-        if kind is not None and kind not in _PLAIN_DTYPES:
+            opened.claimed.add(stored)
+            return Exl3LinearMethod(opened, [stored], prefix, selected_mode())
+        if kind not in _PLAIN_DTYPES:
             raise espalier.UnsupportedError(
-                f"{self.checkpoint.path}: {stored} is stored as {kind}; legal for {type(layer).__name__} are "
+                f"{opened.path}: {stored} is stored as {kind}; legal for {type(layer).__name__} are "
                 f"{', '.join(_PLAIN_DTYPES)}" + (" and EXL3" if isinstance(layer, ParallelLMHead) else "")
             )
-        return None  # plain, or tied to a plain one
-
-    def _names_of_checkpoint(self) -> dict[str, str]:
-        self.checkpoint  # opens it
-        return self._names
+        return None
 
 
 def _is_draft(name: str, num_layers: int) -> bool:

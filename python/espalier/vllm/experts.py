@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 import espalier
 from espalier.vllm import _ops
+from espalier.vllm._opened import Opened
 
 _ACTIVATIONS = {
     MoEActivation.SILU: "silu",
@@ -45,14 +46,21 @@ def activation_name(moe: FusedMoEConfig) -> str:
 
 
 class Exl3ExpertsMethod(FusedMoEMethodBase):
-    """Runs the routed experts of one layer. Everything that can be refused is refused in create_weights."""
+    """Runs the routed experts of one layer. Made while the model is built."""
 
-    def __init__(self, moe: FusedMoEConfig, checkpoint: espalier.Checkpoint, position: int, prefix: str, mode: str):
-        super().__init__(moe)
-        self.checkpoint = checkpoint
+    def __init__(self, layer: torch.nn.Module, opened: Opened, position: int, prefix: str, mode: str):
+        """Refuses what cannot be run. layer: a RoutedExperts whose sizes are known. position: in Checkpoint.layers."""
+        super().__init__(layer.moe_config)
+        self.opened = opened
         self.position = position
         self.prefix = prefix
         self.mode = mode
+        self._refuse_what_is_unsupported(layer)
+        self._check_geometry()
+        try:
+            self.activation = activation_name(self.moe)
+        except espalier.UnsupportedError as error:
+            raise espalier.UnsupportedError(f"{prefix}: {error}") from None
 
     def maybe_roundup_sizes(
         self,
@@ -75,29 +83,20 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self._refuse_what_is_unsupported(layer)
-        self._check_geometry()
         parallel = self.moe.moe_parallel_config
-        self.activation = self._named(activation_name, self.moe)
-        self.extents = self.checkpoint.extents(tp=parallel.tp_size, ep=parallel.ep_size)
+        self.extents = self.opened.extents(parallel.tp_size, parallel.ep_size)
         self.rank = parallel.ep_rank * parallel.tp_size + parallel.tp_rank
         self._check_expert_map(layer, num_experts)
         self.device = torch.empty(0).device  # vLLM builds models with the worker's device as the default
 
-    def _named(self, function: Any, *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except espalier.UnsupportedError as error:
-            raise espalier.UnsupportedError(f"{self.prefix}: {error}") from None
-
     def _refuse_what_is_unsupported(self, layer: torch.nn.Module) -> None:
         moe, parallel = self.moe, self.moe.moe_parallel_config
         vllm_config = get_current_vllm_config_or_none()
-        offload = vllm_config.parallel_config.enable_elastic_ep if vllm_config is not None else False
+        elastic = vllm_config is not None and vllm_config.parallel_config.enable_elastic_ep
         found = {
             "LoRA": moe.is_lora_enabled,
             "EPLB (--enable-eplb)": parallel.enable_eplb or moe.num_experts != moe.num_logical_experts,
-            "elastic expert parallelism": offload,
+            "elastic expert parallelism": elastic,
             f"data parallelism (size {parallel.dp_size})": parallel.dp_size > 1,
             f"prefill context parallelism (size {parallel.pcp_size})": parallel.pcp_size > 1,
             "sequence parallelism": parallel.is_sequence_parallel,
@@ -112,7 +111,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
             )
 
     def _check_geometry(self) -> None:
-        info, moe = self.checkpoint.layers[self.position], self.moe
+        info, moe = self.opened.layers[self.position], self.moe
         stored = {
             "experts": info.experts,
             "hidden channels": info.hidden,
@@ -128,7 +127,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         for what, value in wanted.items():
             if stored[what] != value:
                 raise espalier.GeometryError(
-                    f"{self.prefix}: the model has {what} {value}, {self.checkpoint.path} has {stored[what]}"
+                    f"{self.prefix}: the model has {what} {value}, {self.opened.path} has {stored[what]}"
                 )
         if not 1 <= moe.experts_per_token <= info.experts:
             raise espalier.GeometryError(
@@ -153,7 +152,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         if hasattr(layer, "espalier_package"):
             raise espalier.UnsupportedError(f"{self.prefix}: quantization method exl3 does not reload weights")
         experts = espalier.prepare(
-            self.checkpoint,
+            self.opened.checkpoint,
             self.position,
             extents=self.extents,
             rank=self.rank,
@@ -163,7 +162,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         )
         for segment in experts.segments:
             if any(matrix is not None and matrix.has_bias for matrix in (segment.gate, segment.up, segment.down)):
-                raise espalier.UnsupportedError(f"{self.prefix}: {self.checkpoint.path} has biases of experts")
+                raise espalier.UnsupportedError(f"{self.prefix}: {self.opened.path} has biases of experts")
         layer.espalier_package = _ops.install(layer, experts, self.mode)
 
     def apply(

@@ -22,6 +22,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 import espalier
 from espalier.vllm import _ops, _rules
+from espalier.vllm._opened import Opened
 
 _CUT_HERE = (QKVParallelLinear, MergedColumnParallelLinear, ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
@@ -63,8 +64,8 @@ def _sections(layer: torch.nn.Module, prefix: str, partition_sizes: list[int]) -
 class Exl3LinearMethod(LinearMethodBase):
     """One or more stored EXL3 matrices behind each other on the output axis, a rank's parts of them."""
 
-    def __init__(self, checkpoint: espalier.Checkpoint, names: list[str], prefix: str, mode: str):
-        self.checkpoint = checkpoint
+    def __init__(self, opened: Opened, names: list[str], prefix: str, mode: str):
+        self.opened = opened
         self.names = names
         self.prefix = prefix
         self.mode = mode
@@ -82,7 +83,7 @@ class Exl3LinearMethod(LinearMethodBase):
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and vllm_config.lora_config is not None:
             raise espalier.UnsupportedError(f"{self.prefix}: quantization method exl3 does not support LoRA; leave it out")
-        infos = {info.name: info for info in self.checkpoint.linears if info.name in self.names}
+        infos = {name: self.opened.linears[name] for name in self.names}
         self._check_bias(layer, infos)
         sections = _sections(layer, self.prefix, output_partition_sizes)
         first_in = layer.tp_rank * input_size_per_partition if isinstance(layer, RowParallelLinear) else 0
@@ -98,7 +99,7 @@ class Exl3LinearMethod(LinearMethodBase):
                 for name, begin, section in placed
             ]
         except ValueError as error:
-            raise espalier.GeometryError(f"{self.checkpoint.path}: vLLM's layer {self.prefix}: {error}") from None
+            raise espalier.GeometryError(f"{self.opened.path}: vLLM's layer {self.prefix}: {error}") from None
         self.parts = [part for part in _rules.merge(parts) if part.local]
         for part in self.parts:
             if infos[part.name].has_bias and first_in > 0 and part.first_in == 0:
@@ -114,7 +115,7 @@ class Exl3LinearMethod(LinearMethodBase):
         stored = {info.has_bias for info in infos.values()}
         if len(stored) > 1 or stored != {bool(layer.has_bias)}:
             raise espalier.UnsupportedError(
-                f"{self.checkpoint.path}: vLLM's layer {self.prefix} has {'a' if layer.has_bias else 'no'} bias, of "
+                f"{self.opened.path}: vLLM's layer {self.prefix} has {'a' if layer.has_bias else 'no'} bias, of "
                 f"{', '.join(self.names)} {sum(info.has_bias for info in infos.values())} of {len(infos)} have one"
             )
         if layer.has_bias and getattr(layer, "skip_bias_add", False):
@@ -127,7 +128,7 @@ class Exl3LinearMethod(LinearMethodBase):
         layer.espalier_packages = []
         for part in self.parts:
             linear = espalier.prepare_linear(
-                self.checkpoint,
+                self.opened.checkpoint,
                 part.name,
                 first_in=part.first_in,
                 in_channels=part.in_channels,
@@ -153,7 +154,7 @@ class Exl3LinearMethod(LinearMethodBase):
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         raise espalier.UnsupportedError(
-            f"{self.prefix}: the config ties it to the embedding, {self.checkpoint.path} has an EXL3 matrix for it; "
+            f"{self.prefix}: the config ties it to the embedding, {self.opened.path} has an EXL3 matrix for it; "
             "set tie_word_embeddings to false"
         )
 
@@ -179,21 +180,17 @@ class Mxfp8LinearMethod(UnquantizedLinearMethod):
 
     supports_pre_processed_weights = False
 
-    def __init__(self, checkpoint: espalier.Checkpoint, names: list[str], prefix: str):
+    def __init__(self, opened: Opened, names: list[str], prefix: str):
         super().__init__()
         self.prefix = prefix
-        dtypes = set()
-        tensors = checkpoint.tensors
-        for name in names:
-            scale = tensors.get(f"{name}.weight_scale")
-            if scale is None:
-                raise espalier.FormatError(f"{checkpoint.path}: {name}.weight is F8_E4M3 and has no {name}.weight_scale")
-            dtypes.add(scale.dtype)
-        if not dtypes <= {"U8", "F8_E8M0"} or len(dtypes) > 1:
-            raise espalier.FormatError(
-                f"{checkpoint.path}: {prefix}: scales are {', '.join(sorted(dtypes))}; legal: U8 or F8_E8M0, all the same"
-            )
-        self.scale_dtype = torch.uint8 if dtypes == {"U8"} else torch.float8_e8m0fnu
+        dtypes = {name: opened.scale_dtypes.get(name) for name in names}
+        for name, dtype in dtypes.items():
+            if dtype not in ("U8", "F8_E8M0"):
+                found = "is missing" if dtype is None else f"is {dtype}"
+                raise espalier.FormatError(f"{opened.path}: {name}.weight_scale {found}; legal: U8, F8_E8M0")
+        if len(set(dtypes.values())) > 1:
+            raise espalier.UnsupportedError(f"{opened.path}: {prefix} joins {', '.join(names)}, whose scales differ in type")
+        self.scale_dtype = torch.uint8 if dtypes[names[0]] == "U8" else torch.float8_e8m0fnu
 
     def create_weights(
         self,
