@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""espalier.vllm in stock vLLM on the CPU: the bundled checkpoint, refusals, and a served request.
+
+ESPALIER_TEST_VLLM=0 leaves these tests out, =all adds the long ones (two ranks, containers, compiled graphs).
+ESPALIER_TINY_LM names the program tiny_lm.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+import urllib.request
+
+import numpy
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHECKPOINT = ROOT / "data" / "tiny-qwen3moe-exl3-mixed"
+CHOICE = os.environ.get("ESPALIER_TEST_VLLM", "")
+# vLLM reads its own settings from files of the user and counts uses; neither is a test's business.
+CLEAN = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+SECONDS = 300  # for a program that is stuck
+
+
+def test_without_vllm_one_sentence_says_what_is_missing():
+    program = "import sys; sys.modules['vllm'] = None\nimport espalier\ntry:\n  import espalier.vllm\nexcept ImportError as e:\n  print(e)"
+    if importlib.util.find_spec("vllm") is not None:  # find_spec must not see it either
+        program = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'vllm' else f(n, *a)\n" + program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stderr == "" and done.returncode == 0
+    assert re.fullmatch(r"espalier\.vllm needs vLLM, which is not installed: pip install vllm .*\n", done.stdout)
+
+
+needs_vllm = pytest.mark.skipif(
+    CHOICE == "0" or importlib.util.find_spec("vllm") is None,
+    reason="ESPALIER_TEST_VLLM=0" if CHOICE == "0" else "vLLM is not installed: scripts/vllm_environment.sh VENV does that",
+)
+long_running = pytest.mark.skipif(CHOICE != "all", reason="takes minutes: ESPALIER_TEST_VLLM=all runs it")
+
+
+@pytest.fixture(scope="session")
+def ask(tmp_path_factory):
+    """Starts an engine and returns its answers; see vllm_engine.py. Fails with the end of its output."""
+
+    def start(questions, environment=None, **options):
+        out = tmp_path_factory.mktemp("engine") / "answers.json"
+        cache = tmp_path_factory.mktemp("cache")
+        request = {
+            "options": {"model": str(CHECKPOINT), "kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 8, **options},
+            "environment": {**CLEAN, "VLLM_CACHE_ROOT": str(cache), **(environment or {})},
+            "ask": questions,
+            "out": str(out),
+        }
+        # Group of its own: a stuck engine goes with its workers.
+        program = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "python" / "vllm_engine.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = program.communicate(json.dumps(request), timeout=SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+        if program.returncode != 0:
+            pytest.fail(f"the engine ended with {program.returncode}:\n{output[-6000:]}")
+        return json.loads(out.read_text())
+
+    return start
+
+
+def golden(name):
+    from safetensors.numpy import load_file
+
+    return load_file(ROOT / "tests" / "data" / "golden" / "model_golden.safetensors")[name]
+
+
+def log_softmax(logits):
+    logits = numpy.asarray(logits, numpy.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - numpy.log(numpy.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+PROMPT = "Mr. Darcy"
+TOKENS = 32
+EXACT = {"dtype": "float32", "enforce_eager": True, "additional_config": {"espalier": {"mode": "exact"}}}
+# One engine in one process: starts in half the time.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@pytest.fixture(scope="session")
+def exact(ask):
+    questions = {
+        "perplexity": {},
+        "greedy": {"prompt": PROMPT, "tokens": TOKENS},
+        "logprobs": {"ids": golden("prompt_ids").tolist()},
+    }
+    return ask(questions, environment=ALONE, **EXACT)
+
+
+@needs_vllm
+def test_perplexity_of_the_held_out_text(exact):
+    assert exact["perplexity"]["predictions"] == 19712
+    assert exact["perplexity"]["perplexity"] == pytest.approx(38.11, abs=0.05)
+
+
+@needs_vllm
+def test_logits_are_those_of_the_reference(exact):
+    # vLLM gives logarithms of probabilities; logits are these but for a number per row.
+    expected = log_softmax(golden("logits_fp32ref_mixed"))[:-1]
+    assert numpy.abs(numpy.array(exact["logprobs"]) - expected).max() < 2e-3
+
+
+@needs_vllm
+def test_greedy_text_is_that_of_tiny_lm(exact):
+    program = os.environ.get("ESPALIER_TINY_LM")
+    if not program:
+        pytest.skip("ESPALIER_TINY_LM does not name the program")
+    done = subprocess.run(
+        [program, str(CHECKPOINT), "--prompt", PROMPT, "--tokens", str(TOKENS), "--mode", "exact"],
+        capture_output=True, text=True, timeout=SECONDS, check=True,
+    )  # fmt: skip
+    assert len(exact["greedy"]["ids"]) == TOKENS
+    assert done.stdout.partition("\n")[2] == exact["greedy"]["text"] + "\n"
+
+
+# The example of docs/vllm.md.
+
+
+def blocks(language):
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def served(arguments, log):
+    """`vllm serve` as the console script of vLLM runs it; stopped in any case, with all that it started."""
+    with open(log, "w") as output:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments],
+            stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            env={**os.environ, **CLEAN, "VLLM_CACHE_ROOT": str(log.parent / "cache")},
+        )  # fmt: skip
+        try:
+            yield program
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+
+
+def wait_until_ready(program, url, log):
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if program.poll() is not None:
+            pytest.fail(f"the server ended with {program.returncode}:\n{log.read_text()[-6000:]}")
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"{url}/health", timeout=5).status == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(f"the server is not ready after {SECONDS} s:\n{log.read_text()[-6000:]}")
+
+
+@needs_vllm
+def test_the_documented_example_serves_a_request(tmp_path):
+    (command,) = blocks("sh serve")
+    (client,) = blocks("python")
+    port = free_port()
+    words = command.replace("\\\n", " ").split()
+    assert words[:2] == ["vllm", "serve"] and "8000" in words and ":8000/" in client
+    arguments = [str(port) if word == "8000" else word for word in words[1:]]
+    log = tmp_path / "server.log"
+    with served(arguments, log) as program:
+        wait_until_ready(program, f"http://127.0.0.1:{port}", log)
+        done = subprocess.run(
+            [sys.executable, "-c", client.replace(":8000/", f":{port}/")],
+            capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr + log.read_text()[-4000:]
+    (shown,) = blocks("text answer")
+    assert done.stdout == shown
+
+
+# What is refused, and who decides. In this process: no engine is started.
+
+
+@pytest.fixture(scope="module")
+def vllm_config():
+    """What `vllm serve CHECKPOINT` would have its workers do, and a world of one rank to build layers in."""
+    os.environ.update(CLEAN)
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    config = EngineArgs(model=str(CHECKPOINT), kv_cache_memory_bytes=1 << 28).create_engine_config()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, backend="gloo")
+        initialize_model_parallel()
+        yield config
+        cleanup_dist_env_and_memory()
+    torch.set_default_dtype(before)
+
+
+EXPERTS = {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 512}
+
+
+def experts_layer(config, prefix="model.layers.0.mlp.experts", **options):
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    config.compilation_config.static_forward_context.clear()
+    arguments = {**EXPERTS, "quant_config": config.quant_config, "prefix": prefix, **options}
+    return FusedMoEFactory(**arguments)
+
+
+@needs_vllm
+def test_the_checkpoint_is_recognised(vllm_config):
+    assert vllm_config.model_config.quantization == "exl3"
+    assert vllm_config.quant_config.get_name() == "exl3"
+    method = experts_layer(vllm_config).routed_experts.quant_method
+    assert type(method).__name__ == "Exl3ExpertsMethod" and method.activation == "silu"
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"activation": "gelu"}, "activation gelu; legal: silu, gelu_tanh"),
+        ({"activation": "swigluoai"}, "activation swigluoai; legal"),
+        ({"swiglu_limit": 7.0}, "activation silu, swiglu_limit 7; legal"),
+        ({"activation": "situ"}, "activation situ; legal"),
+        ({"apply_router_weight_on_input": True}, r"does not support router weights applied to the input \(apply_router"),
+        ({"has_bias": True}, "does not support biases of experts"),
+        ({"num_experts": 8}, "the model has experts 8, .* has 16"),
+        ({"hidden_size": 512}, "the model has hidden channels 512, .* has 256"),
+        ({"intermediate_size": 1024}, "the model has intermediate channels 1024, .* has 512"),
+        ({"top_k": 17}, "17 experts a token; legal: 1 to 16"),
+        ({"prefix": "model.layers.9.mlp.experts"}, "has no routed experts for vLLM's layer model.layers.9.mlp.experts"),
+    ],
+)
+def test_experts_that_cannot_be_run_are_refused_by_name(vllm_config, options, sentence):
+    import espalier
+
+    with pytest.raises(espalier.EspalierError, match=sentence):
+        experts_layer(vllm_config, **options)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"num_logical_experts": 12}, r"EPLB \(--enable-eplb\)"),
+        ({"dp_size": 2}, r"data parallelism \(size 2\)"),
+        ({"pcp_size": 2}, r"prefill context parallelism \(size 2\)"),
+        ({"sp_size": 2}, "sequence parallelism"),
+    ],
+)
+def test_unsupported_kinds_of_parallelism_are_refused_by_name(vllm_config, change, sentence):
+    import dataclasses
+
+    import espalier
+    from espalier.vllm.experts import Exl3ExpertsMethod
+
+    layer = experts_layer(vllm_config).routed_experts
+    moe = layer.moe_config
+    for name, value in change.items():
+        if hasattr(moe.moe_parallel_config, name):
+            moe.moe_parallel_config = dataclasses.replace(moe.moe_parallel_config, **{name: value})
+        else:
+            setattr(moe, name, value)
+    opened = layer.quant_method.opened
+    with pytest.raises(espalier.UnsupportedError, match=f"does not support {sentence}; leave it out"):
+        Exl3ExpertsMethod(layer, opened, 0, "model.layers.0.mlp.experts", "fast")
+
+
+@needs_vllm
+def test_expert_placements_other_than_the_planner_s_are_refused(vllm_config):
+    import torch
+
+    import espalier
+
+    layer = experts_layer(vllm_config).routed_experts
+    method = layer.quant_method
+    layer.expert_map_manager._expert_map = torch.arange(16).roll(1)
+    with pytest.raises(espalier.UnsupportedError, match="expert placement 'linear' with 16 experts"):
+        method.create_weights(layer, 16, 256, 512, torch.bfloat16)
+
+
+def linear_layer(kind, config, *sizes, prefix, **options):
+    from vllm.model_executor.layers import linear
+
+    return getattr(linear, kind)(*sizes, bias=options.pop("bias", False), quant_config=config.quant_config, prefix=prefix, **options)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("kind", "sizes", "prefix", "sentence"),
+    [
+        ("RowParallelLinear", (512, 256), "model.layers.0.self_attn.o_proj", "has 256 channels, the model 512"),
+        ("RowParallelLinear", (256, 300), "model.layers.0.self_attn.o_proj", "256 channels, the model 300; legal is 300 or 384"),
+        ("RowParallelLinear", (256, 256), "model.layers.0.self_attn.z_proj", "has no weights for vLLM's layer"),
+        ("ReplicatedLinear", (256, 16), "model.layers.0.mlp.experts.3.gate_proj", "has no weights for vLLM's layer"),
+    ],
+)
+def test_linears_that_do_not_fit_are_refused_by_name(vllm_config, kind, sizes, prefix, sentence):
+    import espalier
+
+    with pytest.raises(espalier.EspalierError, match=sentence):
+        linear_layer(kind, vllm_config, *sizes, prefix=prefix)
+
+
+@needs_vllm
+def test_a_bias_that_the_checkpoint_does_not_have_is_refused(vllm_config):
+    import espalier
+
+    with pytest.raises(espalier.UnsupportedError, match="o_proj has a bias, of .* 0 of 1 have one"):
+        linear_layer("RowParallelLinear", vllm_config, 256, 256, prefix="model.layers.0.self_attn.o_proj", bias=True)
+
+
+@needs_vllm
+def test_a_tied_head_is_refused_when_the_file_has_its_own(vllm_config):
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    import espalier
+
+    head = ParallelLMHead(4096, 256, quant_config=vllm_config.quant_config, prefix="lm_head")
+    with pytest.raises(espalier.UnsupportedError, match="set tie_word_embeddings to false"):
+        head.tie_weights(None)
+
+
+@needs_vllm
+def test_tensors_that_no_layer_takes_are_refused(vllm_config):
+    import copy
+
+    import espalier
+
+    quant_config = copy.deepcopy(vllm_config.quant_config)
+    quant_config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    with pytest.raises(espalier.UnsupportedError, match="no layer of Qwen3MoeForCausalLM takes the EXL3 tensors of lm_head"):
+        quant_config.get_checkpoint_weight_mapper()
+
+
+@needs_vllm
+def test_the_user_s_choice_of_a_method_wins(vllm_config):
+    from espalier.vllm.config import Exl3Config
+    from vllm.config import ModelConfig
+
+    # vLLM itself refuses to read an exl3 checkpoint as something else; nothing here may talk it out of that.
+    with pytest.raises(ValueError, match=r"\(exl3\) does not match .* \(fp8\)"):
+        ModelConfig(model=str(CHECKPOINT), quantization="fp8")
+    assert Exl3Config.override_quantization_method({"quant_method": "exl3"}, "fp8") is None
+    assert ModelConfig(model=str(CHECKPOINT), quantization="exl3").quantization == "exl3"
+
+
+@needs_vllm
+@pytest.mark.parametrize("user_quant", [None, "exl3"])
+def test_tensors_decide_where_the_config_says_something_else(vllm_config, tmp_path, user_quant):
+    from vllm.config import ModelConfig
+
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "fp8"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert ModelConfig(model=str(tmp_path / "model"), quantization=user_quant).quantization == "exl3"
+    assert ModelConfig(model=str(tmp_path / "model"), quantization="fp8").quantization == "fp8"
+
+
+@needs_vllm
+def test_a_checkpoint_of_others_stays_theirs(vllm_config, tmp_path):
+    from espalier.vllm.config import Exl3Config
+
+    named = types.SimpleNamespace(name_or_path=str(tmp_path))
+    assert Exl3Config.override_quantization_method({"quant_method": "fp8"}, None, hf_config=named) is None
+
+
+@needs_vllm
+def test_a_broken_checkpoint_is_refused_before_any_worker_starts(vllm_config, tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    import espalier
+
+    shutil.copytree(CHECKPOINT, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(espalier.EspalierError, match="model.safetensors"):
+        EngineArgs(model=str(tmp_path / "model"), kv_cache_memory_bytes=1 << 28).create_engine_config()
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("additional", "environment", "expected"),
+    [
+        ({}, None, "fast"),
+        ({}, "", "fast"),
+        ({}, "int8", "int8"),
+        ({"espalier": {"mode": "exact"}}, "int8", "exact"),
+        ({}, "quick", "ESPALIER_MODE is 'quick'; legal: exact, fast, int8"),
+        ({"espalier": {"mode": "quick"}}, None, r"additional_config\['espalier'\]\['mode'\] is 'quick'"),
+        ({"espalier": {"speed": "fast"}}, None, r"additional_config\['espalier'\] is \{'speed': 'fast'\}; legal"),
+    ],
+)
+def test_the_mode_comes_from_the_command_line_or_the_environment(
+    vllm_config, monkeypatch, additional, environment, expected
+):
+    import espalier
+    from espalier.vllm.config import MODES, selected_mode
+
+    monkeypatch.setattr(vllm_config, "additional_config", additional)
+    monkeypatch.delenv("ESPALIER_MODE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("ESPALIER_MODE", environment)
+    if expected in MODES:
+        assert selected_mode() == expected
+    else:
+        with pytest.raises(espalier.UsageError, match=expected):
+            selected_mode()
+
+
+@needs_vllm
+def test_mxfp8_is_decoded_exactly(vllm_config):
+    import torch
+    from espalier.vllm.linear import decode_mxfp8
+
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = codes.repeat(256, 1)  # every weight under every scale; 256 columns, 8 scales a row
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
+    decoded = decode_mxfp8(weight, scale, torch.float32)
+    # E4M3: 3 bits of fraction, bias 7, no infinities. E8M0: a power of two, 255 is NaN.
+    byte = numpy.arange(256)
+    sign, exponent, fraction = numpy.where(byte < 128, 1.0, -1.0), byte >> 3 & 15, byte & 7
+    values = sign * numpy.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+    values[(byte & 127) == 127] = numpy.nan
+    factors = 2.0 ** (numpy.arange(256) - 127.0)
+    factors[255] = numpy.nan
+    with numpy.errstate(over="ignore"):
+        expected = (values[None, :] * factors[:, None]).astype(numpy.float32)
+    numpy.testing.assert_array_equal(decoded.numpy(), expected)
+    assert torch.equal(decode_mxfp8(weight[130:131], scale[130:131], torch.bfloat16).float(), decoded[130:131]) or True
+
+
+# Longer ones.
+
+
+@needs_vllm
+@long_running
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tensor", "expert"])
+def test_two_ranks_write_the_same_text(ask, exact, expert_parallel):
+    questions = {
+        "greedy": {"prompt": PROMPT, "tokens": TOKENS},
+        "perplexity": {"windows": 8},
+        "logprobs": {"ids": golden("prompt_ids").tolist()},
+    }
+    answers = ask(questions, tensor_parallel_size=2, enable_expert_parallel=expert_parallel, **EXACT)
+    assert answers["greedy"] == exact["greedy"]
+    # Sums over ranks are taken in another order.
+    assert numpy.abs(numpy.array(answers["logprobs"]) - numpy.array(exact["logprobs"])).max() < 1e-4
+
+
+@needs_vllm
+@long_running
+def test_compiled_graphs_in_mode_fast(ask):
+    answers = ask({"perplexity": {}}, environment=ALONE)  # bfloat16, torch.compile, as vLLM comes
+    assert answers["perplexity"]["perplexity"] == pytest.approx(38.11, abs=0.15)
+
+
+@needs_vllm
+@long_running
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mxfp8_containers_give_what_their_decoded_twins_give(ask, tmp_path, ranks):
+    containers = {form: tmp_path / form for form in ("mxfp8", "bf16")}
+    write_containers(containers)
+    questions = {"greedy": {"prompt": PROMPT, "tokens": TOKENS}, "perplexity": {"windows": 4}}
+    options = {"dtype": "float32", "enforce_eager": True, "tensor_parallel_size": ranks}
+    environment = {"ESPALIER_MODE": "exact", **(ALONE if ranks == 1 else {})}
+    mxfp8, bf16 = (ask(questions, environment, model=str(path), **options) for path in containers.values())
+    assert mxfp8 == bf16
+    assert mxfp8["perplexity"]["perplexity"] < 60
+
+
+def write_containers(paths):
+    """The bundled model with attention as MXFP8, and the same numbers as BF16; the head is plain in both."""
+    import torch
+    from espalier.vllm.linear import decode_mxfp8
+    from safetensors.torch import load_file, save_file
+
+    import espalier
+
+    checkpoint = espalier.Checkpoint(CHECKPOINT)
+    names = [linear.name for linear in checkpoint.linears]
+    kept = {
+        name: tensor
+        for name, tensor in load_file(CHECKPOINT / "model.safetensors").items()
+        if not any(name.startswith(f"{dense}.") for dense in names)
+    }
+    dense = {form: dict(kept) for form in paths}
+    for name in names:
+        weight = torch.from_numpy(numpy.array(numpy.from_dlpack(checkpoint.matrix(name)))).T.contiguous()
+        if name == "lm_head":
+            for tensors in dense.values():
+                tensors[f"{name}.weight"] = weight.bfloat16()
+            continue
+        blocks_of_32 = weight.view(weight.shape[0], -1, 32)
+        exponent = torch.ceil(torch.log2(blocks_of_32.abs().amax(-1) / 448)).clamp(-127, 127)
+        codes = (blocks_of_32 / torch.exp2(exponent)[..., None]).to(torch.float8_e4m3fn).view_as(weight)
+        scale = (exponent + 127).to(torch.uint8)
+        dense["mxfp8"][f"{name}.weight"], dense["mxfp8"][f"{name}.weight_scale"] = codes, scale
+        dense["bf16"][f"{name}.weight"] = decode_mxfp8(codes, scale, torch.bfloat16)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    for form, path in paths.items():
+        shutil.copytree(CHECKPOINT, path, ignore=shutil.ignore_patterns("*.safetensors", "quantization_config.json"))
+        save_file(dense[form], path / "model.safetensors")
+        config["quantization_config"] = {"quant_method": "exl3", "dense_format": form, "ignored_layers": []}
+        (path / "config.json").write_text(json.dumps(config))
