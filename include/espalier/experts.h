@@ -209,6 +209,7 @@ struct LoadOptions {
   // Behaviour.
   std::optional<Activation> activation = {};  // overrides the config; without either SiLU is assumed
   double output_scale = 1;
+  std::optional<Dtype> io = {};  // as in MoeGeometry
   // Widths of a linear as the model sees them, 0 = as stored. LoadLinear only.
   uint32_t in_channels = 0;
   uint32_t out_channels = 0;

@@ -185,7 +185,7 @@ Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan
                   .experts = rank_plan.experts.experts,
                   .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
                   .stored_hidden_channels = static_cast<uint32_t>(info.hidden_channels),
-                  .activation = {.activation = *activation},
+                  .activation = {.activation = *activation, .io = options.io},
                   .output_scale = options.output_scale,
                   .rank_plan = std::move(rank_plan)};
   SpecMaker specs;
