@@ -209,7 +209,9 @@ struct LoadOptions {
   // Behaviour.
   std::optional<Activation> activation = {};  // overrides the config; without either SiLU is assumed
   double output_scale = 1;
-  // Widths of a linear as the model sees them, 0 = as stored. LoadLinear only.
+  std::optional<Dtype> io = {};  // as in MoeGeometry
+  // Widths of a linear, or of the part that is loaded, as the model sees them, 0 = as stored. LoadLinear
+  // only.
   uint32_t in_channels = 0;
   uint32_t out_channels = 0;
   bool hash = false;  // compute content_sha256 while reading
@@ -261,6 +263,21 @@ std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank
 // Reads one dense matrix, by the name that Checkpoint::linears() gives, or one slice of a routed one.
 Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,
                                   const LoadOptions& options = {});
+
+// A rectangle of a matrix: what one tensor-parallel rank owns of an attention projection or of the head. 0
+// channels = to the end.
+struct LinearExtent {
+  uint64_t first_in = 0;  // all four are multiples of 128
+  uint64_t in_channels = 0;
+  uint64_t first_out = 0;
+  uint64_t out_channels = 0;
+};
+
+// The same for a part, with nothing else read. Parts of the output axis stand side by side, parts of the
+// input axis add up to y; the bias goes with first_in = 0. Errors also: kGeometry for an extent off the grid
+// or the matrix.
+Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,
+                                  const LinearExtent& extent, const LoadOptions& options = {});
 
 // W [in][out] of the stored size as fp32: computed in double, rounded once. `inner` leaves the
 // rotations and vectors off (the fp16 codebook values). Cost: in * out * 4 bytes. Errors: kCapacity; kDevice

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "moe/matrix_part.h"
 #include "moe/slab_hash.h"
 #include "moe/slab_order.h"
 #include "moe/slab_plan.h"
@@ -26,16 +27,20 @@ tl::unexpected<Status> SizeError(const std::string& name, const MatrixInfo& info
                                                   info.in_channels, info.out_channels, kHadamardChannels));
 }
 
+Result<void> CheckSize(const std::string& name, const MatrixInfo& info) {
+  for (const uint64_t channels : {info.in_channels, info.out_channels}) {
+    if (channels == 0 || channels % kHadamardChannels != 0 || channels > ~uint32_t{0})
+      return SizeError(name, info);
+  }
+  return {};
+}
+
 // Turns sources into specs. Vectors that are the same bytes of a file get the same key.
 class SpecMaker {
  public:
   Result<MatrixSpec> Make(const MatrixSource& source) {
     const MatrixInfo& info = source.info;
-    for (const uint64_t channels : {info.in_channels, info.out_channels}) {
-      if (channels == 0 || channels % kHadamardChannels != 0 || channels > ~uint32_t{0}) {
-        return SizeError(source.name, info);
-      }
-    }
+    if (auto size = CheckSize(source.name, info); !size) return tl::unexpected(size.error());
     if (source.suh.kind == VectorSource::Kind::kAbsent || source.svh.kind == VectorSource::Kind::kAbsent) {
       return Error(StatusCode::kFormat,
                    fmt::format("{}: no scale vector on the {} side", source.name,
@@ -185,7 +190,7 @@ Result<Share> DescribeShare(const Checkpoint& checkpoint, size_t layer, RankPlan
                   .experts = rank_plan.experts.experts,
                   .hidden_channels = static_cast<uint32_t>(info.valid_hidden_channels),
                   .stored_hidden_channels = static_cast<uint32_t>(info.hidden_channels),
-                  .activation = {.activation = *activation},
+                  .activation = {.activation = *activation, .io = options.io},
                   .output_scale = options.output_scale,
                   .rank_plan = std::move(rank_plan)};
   SpecMaker specs;
@@ -319,11 +324,13 @@ std::vector<int32_t> ExpertMap(const ExtentPlan& plan, size_t layer, int ep_rank
 }
 
 Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,
-                                  const LoadOptions& options) {
-  const Result<MatrixSource> source = FindLinearSource(checkpoint, name);
+                                  const LinearExtent& extent, const LoadOptions& options) {
+  Result<MatrixSource> whole = FindLinearSource(checkpoint, name);
+  if (!whole) return tl::unexpected(whole.error());
+  if (auto marker = checkpoint.CheckMarker(whole->info); !marker) return tl::unexpected(marker.error());
+  if (auto size = CheckSize(whole->name, whole->info); !size) return tl::unexpected(size.error());
+  const Result<MatrixSource> source = CutMatrix(*std::move(whole), extent);
   if (!source) return tl::unexpected(source.error());
-  if (Result<void> marker = checkpoint.CheckMarker(source->info); !marker)
-    return tl::unexpected(marker.error());
   const Result<MatrixSpec> spec = SpecMaker().Make(*source);
   if (!spec) return tl::unexpected(spec.error());
   const Result<CodeOrder> order = ChooseOrder(options, source->name);
@@ -341,6 +348,11 @@ Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view
   if (!slab) return tl::unexpected(slab.error());
   if (auto read = reader->Read(options, *slab); !read) return tl::unexpected(read.error());
   return PreparedLinear::Create(*desc, options.in_channels, options.out_channels, *std::move(slab), identity);
+}
+
+Result<PreparedLinear> LoadLinear(const Checkpoint& checkpoint, std::string_view name,
+                                  const LoadOptions& options) {
+  return LoadLinear(checkpoint, name, LinearExtent{}, options);
 }
 
 }  // namespace espalier

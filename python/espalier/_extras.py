@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that are not always there."""
+
+import importlib
+from types import ModuleType
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Imports `module`, or raises ImportError with one sentence that says which extra brings it.
+
+    A module that is there and fails inside keeps its own error.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise
+        raise ImportError(
+            f"{module} is not installed; pip install 'espalier[{extra}]' brings it", name=error.name
+        ) from None

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From Status to the exceptions of espalier._errors. All of it needs the GIL, but WithoutGil.
+#ifndef ESPALIER_PYTHON_ERRORS_H_
+#define ESPALIER_PYTHON_ERRORS_H_
+
+#include <espalier/status.h>
+#include <nanobind/nanobind.h>
+// Here for all: a file that lacks one would convert the type in another way.
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace espalier::python {
+
+namespace nb = nanobind;
+
+// Throws the exception of the category, with the text unchanged.
+[[noreturn]] void Raise(StatusCode code, const std::string& message);
+
+// Text that may hold bytes of a file name in any encoding.
+nb::object Text(const std::string& text);
+
+template <typename T>
+T Value(Result<T> result) {
+  if (!result) Raise(result.error().code(), result.error().message());
+  if constexpr (!std::is_void_v<T>) return *std::move(result);
+}
+
+// What may take long, or call back from other threads.
+template <typename Function>
+auto WithoutGil(Function&& function) {
+  const nb::gil_scoped_release released;
+  return function();
+}
+
+}  // namespace espalier::python
+
+#endif  // ESPALIER_PYTHON_ERRORS_H_
