@@ -10,11 +10,12 @@ def need(module: str, extra: str) -> ModuleType:
 
     A module that is there and fails inside keeps its own error.
     """
+    package = module.split(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+        if error.name is None or error.name.split(".")[0] != package:
             raise
         raise ImportError(
-            f"{module} is not installed; pip install 'espalier[{extra}]' brings it", name=error.name
+            f"{package} is not installed; pip install 'espalier[{extra}]' brings it", name=package
         ) from None

@@ -45,8 +45,8 @@ def prepare(
     progress: True shows a tqdm bar; or a function of (bytes done, bytes in all), called from one thread at a
         time. Its first exception ends the calls and is raised when the load is over, which gives nothing then.
 
-    Releases the GIL. Raises UsageError, IoError, FormatError, GeometryError, CapacityError, UnsupportedError,
-    DeviceError; nothing is kept then, and the call may be repeated.
+    Releases the GIL; Ctrl-C takes effect when the load is over. Raises UsageError, IoError, FormatError,
+    GeometryError, CapacityError, UnsupportedError, DeviceError; nothing is kept then, and the call may be repeated.
     """
     with _reporting(progress, f"layer {layer}") as report:
         return _core.load_experts(
@@ -58,6 +58,10 @@ def prepare_linear(
     checkpoint: _core.Checkpoint,
     name: str,
     *,
+    first_in: int = 0,
+    in_channels: int = 0,
+    first_out: int = 0,
+    out_channels: int = 0,
     model_in: int = 0,
     model_out: int = 0,
     device: Any = "cpu",
@@ -65,14 +69,20 @@ def prepare_linear(
     num_threads: int = 0,
     progress: Progress = None,
 ) -> _core.Linear:
-    """Reads one dense EXL3 matrix onto one device.
+    """Reads one dense EXL3 matrix, or a part of it, onto one device.
 
     name: as Checkpoint.linears gives it, or one slice of a routed matrix as Checkpoint.matrix() takes it.
+    first_in, in_channels, first_out, out_channels: the part, in multiples of 128; 0 channels = to the end.
+        Nothing else is read. Parts of the output axis stand side by side, parts of the input axis add up; a bias
+        belongs to the part with first_in 0.
     model_in, model_out: widths of x and y as the model sees them, 0 = as stored; x is zero-extended, y is cut.
     Everything else, and the errors, as in prepare().
     """
     with _reporting(progress, name) as report:
-        return _core.load_linear(checkpoint, name, model_in, model_out, device, staging_bytes, num_threads, report)
+        return _core.load_linear(
+            checkpoint, name, first_in, in_channels, first_out, out_channels, model_in, model_out,
+            device, staging_bytes, num_threads, report,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

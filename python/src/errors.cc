@@ -26,11 +26,11 @@ const char* ExceptionName(StatusCode code) {
 
 }  // namespace
 
-nb::object Text(const std::string& text) {
+nb::str Text(const std::string& text) {
   PyObject* decoded =
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogateescape");
   if (decoded == nullptr) throw nb::python_error();
-  return nb::steal(decoded);
+  return nb::steal<nb::str>(decoded);
 }
 
 void Raise(StatusCode code, const std::string& message) {

@@ -26,7 +26,7 @@ namespace nb = nanobind;
 [[noreturn]] void Raise(StatusCode code, const std::string& message);
 
 // Text that may hold bytes of a file name in any encoding.
-nb::object Text(const std::string& text);
+nb::str Text(const std::string& text);
 
 template <typename T>
 T Value(Result<T> result) {

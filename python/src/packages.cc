@@ -106,14 +106,19 @@ Experts LoadLayer(const Checkpoint& checkpoint, nb::object layer, const ExtentPl
   return Experts(Value(std::move(loaded)));
 }
 
-Linear LoadMatrix(const Checkpoint& checkpoint, const std::string& name, const Int& model_in,
+Linear LoadMatrix(const Checkpoint& checkpoint, const std::string& name, const Int& first_in,
+                  const Int& in_channels, const Int& first_out, const Int& out_channels, const Int& model_in,
                   const Int& model_out, nb::object device, const Int& staging_bytes, const Int& num_threads,
                   nb::object progress) {
   CallerProgress caller(std::move(progress));
   LoadOptions options = MakeOptions({device, staging_bytes, num_threads}, caller);
   options.in_channels = ToCount<uint32_t>(model_in, "model_in");
   options.out_channels = ToCount<uint32_t>(model_out, "model_out");
-  Result<PreparedLinear> loaded = WithoutGil([&] { return LoadLinear(checkpoint, name, options); });
+  const LinearExtent extent{.first_in = ToCount<uint64_t>(first_in, "first_in"),
+                            .in_channels = ToCount<uint64_t>(in_channels, "in_channels"),
+                            .first_out = ToCount<uint64_t>(first_out, "first_out"),
+                            .out_channels = ToCount<uint64_t>(out_channels, "out_channels")};
+  Result<PreparedLinear> loaded = WithoutGil([&] { return LoadLinear(checkpoint, name, extent, options); });
   caller.Finish();
   return Linear(Value(std::move(loaded)));
 }
@@ -256,10 +261,12 @@ void BindPackages(nb::module_& module) {
                      "io: typing.Any, hash: bool, staging_bytes: int, num_threads: int, "
                      "progress: collections.abc.Callable[[int, int], object] | None) -> Experts"),
              "What espalier.prepare() calls.");
-  module.def("load_linear", &LoadMatrix, nb::arg("checkpoint"), nb::arg("name"), nb::arg("model_in"),
+  module.def("load_linear", &LoadMatrix, nb::arg("checkpoint"), nb::arg("name"), nb::arg("first_in"),
+             nb::arg("in_channels"), nb::arg("first_out"), nb::arg("out_channels"), nb::arg("model_in"),
              nb::arg("model_out"), nb::arg("device"), nb::arg("staging_bytes"), nb::arg("num_threads"),
              nb::arg("progress").none(),
-             nb::sig("def load_linear(checkpoint: Checkpoint, name: str, model_in: int, model_out: int, "
+             nb::sig("def load_linear(checkpoint: Checkpoint, name: str, first_in: int, in_channels: int, "
+                     "first_out: int, out_channels: int, model_in: int, model_out: int, "
                      "device: typing.Any, staging_bytes: int, num_threads: int, "
                      "progress: collections.abc.Callable[[int, int], object] | None) -> Linear"),
              "What espalier.prepare_linear() calls.");

@@ -30,11 +30,10 @@ class Handle {
     return package_;
   }
   void Close() {
-    const std::shared_ptr<const Package> last = std::move(package_);
-    package_ = nullptr;
+    std::shared_ptr<const Package> last = std::exchange(package_, nullptr);
     // Giving gigabytes back takes a while.
     const nb::gil_scoped_release released;
-    const_cast<std::shared_ptr<const Package>&>(last).reset();
+    last.reset();
   }
   bool closed() const { return package_ == nullptr; }
   const std::string& identity() const { return identity_; }
