@@ -96,6 +96,8 @@ TOKENS = 32
 EXACT = {"dtype": "float32", "enforce_eager": True, "additional_config": {"espalier": {"mode": "exact"}}}
 # One engine in one process: starts in half the time.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Several: on the same cores, where vLLM would bind each to a NUMA node of its own.
+TOGETHER = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -476,7 +478,7 @@ def test_two_ranks_write_the_same_text(ask, exact, expert_parallel):
         "greedy": {"prompt": PROMPT, "tokens": TOKENS},
         "logprobs": {"ids": golden("prompt_ids").tolist()},
     }
-    answers = ask(questions, tensor_parallel_size=2, enable_expert_parallel=expert_parallel, **EXACT)
+    answers = ask(questions, TOGETHER, tensor_parallel_size=2, enable_expert_parallel=expert_parallel, **EXACT)
     assert answers["greedy"] == exact["greedy"]
     # Sums over ranks are taken in another order.
     assert relative_l2(answers["logprobs"], exact["logprobs"]) < 1e-5
@@ -497,7 +499,7 @@ def test_mxfp8_containers_give_what_their_decoded_twins_give(ask, tmp_path, rank
     write_containers(containers)
     questions = {"greedy": {"prompt": PROMPT, "tokens": TOKENS}, "perplexity": {"windows": 4}}
     options = {"dtype": "float32", "enforce_eager": True, "tensor_parallel_size": ranks}
-    environment = {"ESPALIER_MODE": "exact", **(ALONE if ranks == 1 else {})}
+    environment = {"ESPALIER_MODE": "exact", **(ALONE if ranks == 1 else TOGETHER)}
     mxfp8, bf16 = (ask(questions, environment, model=str(path), **options) for path in containers.values())
     assert mxfp8 == bf16
     assert mxfp8["perplexity"]["perplexity"] < 60
