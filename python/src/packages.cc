@@ -228,7 +228,7 @@ void BindPackages(nb::module_& module) {
       .def_prop_ro("rank", Open<P>([](const P& p) { return p.rank_plan().rank; }), "Global rank.")
       .def_prop_ro("segments", Open<P>([](const P& p) { return DescribeSegments(p); }),
                    "What each expert consists of, by local expert id.")
-      .def("to", &CopyTo<P>, nb::arg("device"), nb::sig("def to(self, device: typing.Any) -> Experts"),
+      .def("to", &CopyTo<P>, nb::arg("device").none(), nb::sig("def to(self, device: typing.Any) -> Experts"),
            "A copy on another device. Releases the GIL. DeviceError, CapacityError.");
   BindCommon<P>(experts, "Experts");
 
@@ -248,14 +248,14 @@ void BindPackages(nb::module_& module) {
       .def_prop_ro("has_bias",
                    Open<L>([](const L& l) { return l.matrix().bias_offset_bytes != kAbsentOffset; }),
                    "Whether y gets a bias.")
-      .def("to", &CopyTo<L>, nb::arg("device"), nb::sig("def to(self, device: typing.Any) -> Linear"),
+      .def("to", &CopyTo<L>, nb::arg("device").none(), nb::sig("def to(self, device: typing.Any) -> Linear"),
            "A copy on another device. Releases the GIL. DeviceError, CapacityError.");
   BindCommon<L>(linear, "Linear");
 
-  module.def("load_experts", &LoadLayer, nb::arg("checkpoint"), nb::arg("layer"), nb::arg("extents").none(),
-             nb::arg("rank"), nb::arg("device"), nb::arg("activation").none(), nb::arg("output_scale"),
-             nb::arg("io").none(), nb::arg("hash"), nb::arg("staging_bytes"), nb::arg("num_threads"),
-             nb::arg("progress").none(),
+  module.def("load_experts", &LoadLayer, nb::arg("checkpoint"), nb::arg("layer").none(),
+             nb::arg("extents").none(), nb::arg("rank"), nb::arg("device").none(),
+             nb::arg("activation").none(), nb::arg("output_scale"), nb::arg("io").none(), nb::arg("hash"),
+             nb::arg("staging_bytes"), nb::arg("num_threads"), nb::arg("progress").none(),
              nb::sig("def load_experts(checkpoint: Checkpoint, layer: int | str, extents: ExtentPlan | None, "
                      "rank: int, device: typing.Any, activation: str | None, output_scale: float, "
                      "io: typing.Any, hash: bool, staging_bytes: int, num_threads: int, "
@@ -263,7 +263,7 @@ void BindPackages(nb::module_& module) {
              "What espalier.prepare() calls.");
   module.def("load_linear", &LoadMatrix, nb::arg("checkpoint"), nb::arg("name"), nb::arg("first_in"),
              nb::arg("in_channels"), nb::arg("first_out"), nb::arg("out_channels"), nb::arg("model_in"),
-             nb::arg("model_out"), nb::arg("device"), nb::arg("staging_bytes"), nb::arg("num_threads"),
+             nb::arg("model_out"), nb::arg("device").none(), nb::arg("staging_bytes"), nb::arg("num_threads"),
              nb::arg("progress").none(),
              nb::sig("def load_linear(checkpoint: Checkpoint, name: str, first_in: int, in_channels: int, "
                      "first_out: int, out_channels: int, model_in: int, model_out: int, "
