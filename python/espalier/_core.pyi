@@ -397,10 +397,12 @@ class Segment:
         """None where the activation has no gate."""
 
     @property
-    def up(self) -> Matrix | None: ...
+    def up(self) -> Matrix | None:
+        """Hidden to intermediate."""
 
     @property
-    def down(self) -> Matrix | None: ...
+    def down(self) -> Matrix | None:
+        """Intermediate to hidden."""
 
     def __repr__(self) -> str: ...
 

@@ -3,8 +3,6 @@
 // Prepared experts and linears: what they tell of themselves, and loading them.
 #include "packages.h"
 
-#include <exception>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -185,8 +183,8 @@ void BindMatrix(nb::module_& module) {
       .def_ro("intermediate", &Segment::intermediate, "Intermediate channels of its matrices.")
       .def_ro("valid_intermediate", &Segment::valid_intermediate, "Those that are not padding.")
       .def_ro("gate", &Segment::gate, "None where the activation has no gate.")
-      .def_ro("up", &Segment::up)
-      .def_ro("down", &Segment::down)
+      .def_ro("up", &Segment::up, "Hidden to intermediate.")
+      .def_ro("down", &Segment::down, "Intermediate to hidden.")
       .def("__repr__", [](const Segment& segment) {
         return "<espalier.Segment of expert " + std::to_string(segment.expert) + ", " +
                std::to_string(segment.intermediate) + " channels>";
