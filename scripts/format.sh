@@ -4,7 +4,7 @@
 # `format.sh --dry-run -Werror` checks them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-mapfile -d '' files < <(find include src cli tests examples fuzz bench \
+mapfile -d '' files < <(find include src cli python tests examples fuzz bench \
   \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -type f -print0 2>/dev/null | sort -z)
 if ((${#files[@]} == 0)); then
   echo "format.sh: found no source file" >&2

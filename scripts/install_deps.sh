@@ -12,7 +12,7 @@ set -euo pipefail
 build_packages=(make g++ cmake ninja-build "pkgconf|pkg-config" libsimdjson-dev nlohmann-json3-dev
                 libcli11-dev libfmt-dev libexpected-dev libssl-dev libre2-dev)
 test_packages=(libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev clang-19 libclang-rt-19-dev llvm-19 clang-format-19 shellcheck
-               codespell libopenmpi-dev openmpi-bin python3 python3-venv ca-certificates)
+               codespell libopenmpi-dev openmpi-bin python3 python3-dev python3-venv ca-certificates)
 
 die() {
   echo "install_deps.sh: $*" >&2

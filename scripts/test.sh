@@ -97,9 +97,16 @@ build_preset() {
   cmake --build --preset "$preset" ${1:+--target "$@"}
 }
 
-python_tests() {
-  python3 -m venv .venv &&
+# The package is tested as the wheel that others would install, around the library that was built already.
+python_wheel() {
+  python3 -m venv .venv && rm -rf build/wheel &&
+    PYTHON=.venv/bin/python scripts/wheel.sh --build build/dev --out build/wheel &&
     .venv/bin/pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt &&
+    .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
+}
+
+python_tests() {
+  ESPALIER_WHEEL=$(echo "$PWD"/build/wheel/*.whl) ESPALIER_SDIST=$(echo "$PWD"/build/wheel/*.tar.gz) \
     .venv/bin/python -m pytest -q tests/python --junitxml="$PWD/$logs/python.xml"
 }
 
@@ -117,7 +124,7 @@ markdown_files() {
 }
 
 spelling() {
-  markdown_files | xargs -0 codespell -L suh && codespell -L suh,positionof include src cli examples scripts cmake Makefile
+  markdown_files | xargs -0 codespell -L suh && codespell -L suh,positionof include src cli python examples scripts cmake Makefile pyproject.toml
 }
 
 shell_scripts() {
@@ -134,8 +141,10 @@ check "spelling: codespell" codespell spelling
 
 if build_and_test dev "g++, warnings are errors"; then
   export ESPALIER_BINARY=$PWD/build/dev/espalier
-  run_step "test python" python python_tests
-  count_junit "$logs/python.xml" $?
+  if check "wheel: built, repaired, installed" python-wheel python_wheel; then
+    run_step "test python" python python_tests
+    count_junit "$logs/python.xml" $?
+  fi
   check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev
 else
   echo "python tests, demo: not run, there is no program"

@@ -80,7 +80,7 @@ class Problem:
     def layer(self) -> str:
         """Label of the layer, empty for the whole checkpoint."""
 
-    def __repr__(self) -> object: ...
+    def __repr__(self) -> str: ...
 
 class Layer:
     """The routed experts of one layer, as a checkpoint has them."""
@@ -127,7 +127,7 @@ class Layer:
     def has_gate(self) -> bool:
         """False where experts have no gate matrix."""
 
-    def __repr__(self) -> object: ...
+    def __repr__(self) -> str: ...
 
 class LinearInfo:
     """One EXL3 matrix outside the routed experts."""
@@ -156,7 +156,7 @@ class LinearInfo:
     def has_bias(self) -> bool:
         """Whether it has a bias."""
 
-    def __repr__(self) -> object: ...
+    def __repr__(self) -> str: ...
 
 class TensorInfo:
     """One tensor of a safetensors file."""
@@ -181,7 +181,7 @@ class TensorInfo:
     def size_bytes(self) -> int:
         """Bytes of its payload."""
 
-    def __repr__(self) -> object: ...
+    def __repr__(self) -> str: ...
 
 class SliceExtent:
     """One extent of the intermediate axis inside one slice."""
@@ -346,7 +346,7 @@ class Checkpoint:
         GeometryError: with the sizes that are legal.
         """
 
-    def __repr__(self) -> object: ...
+    def __repr__(self) -> str: ...
 
 class Matrix:
     """One EXL3 matrix of a package."""
@@ -397,10 +397,12 @@ class Segment:
         """None where the activation has no gate."""
 
     @property
-    def up(self) -> Matrix | None: ...
+    def up(self) -> Matrix | None:
+        """Hidden to intermediate."""
 
     @property
-    def down(self) -> Matrix | None: ...
+    def down(self) -> Matrix | None:
+        """Intermediate to hidden."""
 
     def __repr__(self) -> str: ...
 

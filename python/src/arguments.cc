@@ -53,7 +53,7 @@ uint64_t ToInteger(const Int& number, std::string_view name, uint64_t low, uint6
   // Numbers of thousands of digits have no str().
   const nb::object text = nb::steal(PyNumber_ToBase(index.ptr(), 16));
   const std::string digits = text.is_valid() ? Str(text) : "?";
-  const std::string shown = digits.size() <= 18 ? Str(index) : digits.substr(0, 18) + "...";
+  const std::string shown = digits.size() <= 34 ? Str(index) : digits.substr(0, 18) + "...";
   Raise(StatusCode::kUsage, std::string(name) + " is " + shown + "; legal: " + std::to_string(low) + " to " +
                                 std::to_string(high));
 }

@@ -353,7 +353,7 @@ void BindArray(nb::module_& module) {
       .def_prop_ro(
           "ndim", [](const Array& array) { return array.shape.size(); }, "Number of axes.")
       .def_prop_ro("nbytes", &Array::size_bytes, "Bytes of all elements.")
-      .def("view", &ViewAs, nb::arg("dtype"), nb::sig("def view(self, dtype: typing.Any) -> Array"),
+      .def("view", &ViewAs, nb::arg("dtype").none(), nb::sig("def view(self, dtype: typing.Any) -> Array"),
            "The same memory as elements of another dtype of the same size, e.g. \"uint16\" for bfloat16.\n\n"
            "UsageError: the sizes differ, or there is no such dtype.")
       .def("__dlpack__", &Dlpack, nb::kw_only(), nb::arg("stream") = nb::none(),

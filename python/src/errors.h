@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From Status to the exceptions of espalier._errors. All of it needs the GIL, but WithoutGil.
+// From Status to the exceptions of espalier._errors. All of it needs the GIL.
 #ifndef ESPALIER_PYTHON_ERRORS_H_
 #define ESPALIER_PYTHON_ERRORS_H_
 
@@ -18,6 +18,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "gil.h"
+
 namespace espalier::python {
 
 namespace nb = nanobind;
@@ -32,13 +34,6 @@ template <typename T>
 T Value(Result<T> result) {
   if (!result) Raise(result.error().code(), result.error().message());
   if constexpr (!std::is_void_v<T>) return *std::move(result);
-}
-
-// What may take long, or call back from other threads.
-template <typename Function>
-auto WithoutGil(Function&& function) {
-  const nb::gil_scoped_release released;
-  return function();
 }
 
 }  // namespace espalier::python

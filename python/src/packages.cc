@@ -3,8 +3,6 @@
 // Prepared experts and linears: what they tell of themselves, and loading them.
 #include "packages.h"
 
-#include <exception>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -185,8 +183,8 @@ void BindMatrix(nb::module_& module) {
       .def_ro("intermediate", &Segment::intermediate, "Intermediate channels of its matrices.")
       .def_ro("valid_intermediate", &Segment::valid_intermediate, "Those that are not padding.")
       .def_ro("gate", &Segment::gate, "None where the activation has no gate.")
-      .def_ro("up", &Segment::up)
-      .def_ro("down", &Segment::down)
+      .def_ro("up", &Segment::up, "Hidden to intermediate.")
+      .def_ro("down", &Segment::down, "Intermediate to hidden.")
       .def("__repr__", [](const Segment& segment) {
         return "<espalier.Segment of expert " + std::to_string(segment.expert) + ", " +
                std::to_string(segment.intermediate) + " channels>";
@@ -228,7 +226,7 @@ void BindPackages(nb::module_& module) {
       .def_prop_ro("rank", Open<P>([](const P& p) { return p.rank_plan().rank; }), "Global rank.")
       .def_prop_ro("segments", Open<P>([](const P& p) { return DescribeSegments(p); }),
                    "What each expert consists of, by local expert id.")
-      .def("to", &CopyTo<P>, nb::arg("device"), nb::sig("def to(self, device: typing.Any) -> Experts"),
+      .def("to", &CopyTo<P>, nb::arg("device").none(), nb::sig("def to(self, device: typing.Any) -> Experts"),
            "A copy on another device. Releases the GIL. DeviceError, CapacityError.");
   BindCommon<P>(experts, "Experts");
 
@@ -248,14 +246,14 @@ void BindPackages(nb::module_& module) {
       .def_prop_ro("has_bias",
                    Open<L>([](const L& l) { return l.matrix().bias_offset_bytes != kAbsentOffset; }),
                    "Whether y gets a bias.")
-      .def("to", &CopyTo<L>, nb::arg("device"), nb::sig("def to(self, device: typing.Any) -> Linear"),
+      .def("to", &CopyTo<L>, nb::arg("device").none(), nb::sig("def to(self, device: typing.Any) -> Linear"),
            "A copy on another device. Releases the GIL. DeviceError, CapacityError.");
   BindCommon<L>(linear, "Linear");
 
-  module.def("load_experts", &LoadLayer, nb::arg("checkpoint"), nb::arg("layer"), nb::arg("extents").none(),
-             nb::arg("rank"), nb::arg("device"), nb::arg("activation").none(), nb::arg("output_scale"),
-             nb::arg("io").none(), nb::arg("hash"), nb::arg("staging_bytes"), nb::arg("num_threads"),
-             nb::arg("progress").none(),
+  module.def("load_experts", &LoadLayer, nb::arg("checkpoint"), nb::arg("layer").none(),
+             nb::arg("extents").none(), nb::arg("rank"), nb::arg("device").none(),
+             nb::arg("activation").none(), nb::arg("output_scale"), nb::arg("io").none(), nb::arg("hash"),
+             nb::arg("staging_bytes"), nb::arg("num_threads"), nb::arg("progress").none(),
              nb::sig("def load_experts(checkpoint: Checkpoint, layer: int | str, extents: ExtentPlan | None, "
                      "rank: int, device: typing.Any, activation: str | None, output_scale: float, "
                      "io: typing.Any, hash: bool, staging_bytes: int, num_threads: int, "
@@ -263,7 +261,7 @@ void BindPackages(nb::module_& module) {
              "What espalier.prepare() calls.");
   module.def("load_linear", &LoadMatrix, nb::arg("checkpoint"), nb::arg("name"), nb::arg("first_in"),
              nb::arg("in_channels"), nb::arg("first_out"), nb::arg("out_channels"), nb::arg("model_in"),
-             nb::arg("model_out"), nb::arg("device"), nb::arg("staging_bytes"), nb::arg("num_threads"),
+             nb::arg("model_out"), nb::arg("device").none(), nb::arg("staging_bytes"), nb::arg("num_threads"),
              nb::arg("progress").none(),
              nb::sig("def load_linear(checkpoint: Checkpoint, name: str, first_in: int, in_channels: int, "
                      "first_out: int, out_channels: int, model_in: int, model_out: int, "

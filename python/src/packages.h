@@ -32,7 +32,7 @@ class Handle {
   void Close() {
     std::shared_ptr<const Package> last = std::exchange(package_, nullptr);
     // Giving gigabytes back takes a while.
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     last.reset();
   }
   bool closed() const { return package_ == nullptr; }

@@ -191,10 +191,11 @@ Experts PrepareArrays(nb::object experts, std::optional<Int> hidden, const std::
 
 void BindPrepareArrays(nb::module_& module) {
   module.def(
-      "prepare_arrays", &PrepareArrays, nb::arg("experts"), nb::kw_only(), nb::arg("hidden") = nb::none(),
-      nb::arg("activation") = "silu", nb::arg("output_scale") = 1.0, nb::arg("io") = nb::none(),
-      nb::arg("device") = "cpu", nb::arg("identity") = "arrays", nb::arg("hash") = false,
-      nb::arg("num_threads") = 0, nb::arg("tp") = 1, nb::arg("ep") = 1, nb::arg("rank") = 0,
+      "prepare_arrays", &PrepareArrays, nb::arg("experts").none(), nb::kw_only(),
+      nb::arg("hidden") = nb::none(), nb::arg("activation") = "silu", nb::arg("output_scale") = 1.0,
+      nb::arg("io") = nb::none(), nb::arg("device").none() = "cpu", nb::arg("identity") = "arrays",
+      nb::arg("hash") = false, nb::arg("num_threads") = 0, nb::arg("tp") = 1, nb::arg("ep") = 1,
+      nb::arg("rank") = 0,
       nb::sig(
           "def prepare_arrays(experts: collections.abc.Sequence[typing.Any], *, hidden: int | None = None, "
           "activation: str = 'silu', output_scale: float = 1.0, io: typing.Any = None, "

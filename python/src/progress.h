@@ -28,7 +28,7 @@ class CallerProgress {
   std::function<void(uint64_t, uint64_t)> Callback() {
     if (function_.is_none()) return {};
     return [this](uint64_t done, uint64_t total) {
-      const nb::gil_scoped_acquire held;
+      const GilHeld held;
       if (error_) return;
       try {
         function_(done, total);

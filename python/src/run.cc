@@ -407,9 +407,9 @@ void BindRun(nb::module_& module) {
 
   module.def(
       "plan", &PlanExpertsRun, nb::arg("what"), nb::kw_only(), nb::arg("max_tokens") = 4096,
-      nb::arg("top_k") = nb::none(), nb::arg("ids") = "int32", nb::arg("input") = "float32",
-      nb::arg("output") = "float32", nb::arg("checked_ids") = nb::none(), nb::arg("executor") = nb::none(),
-      nb::arg("mode") = "fast", nb::arg("num_threads") = 0,
+      nb::arg("top_k") = nb::none(), nb::arg("ids").none() = "int32", nb::arg("input").none() = "float32",
+      nb::arg("output").none() = "float32", nb::arg("checked_ids") = nb::none(),
+      nb::arg("executor") = nb::none(), nb::arg("mode") = "fast", nb::arg("num_threads") = 0,
       nb::sig("def plan(what: Experts, *, max_tokens: int = 4096, top_k: int | None = None, "
               "ids: typing.Any = 'int32', input: typing.Any = 'float32', output: typing.Any = 'float32', "
               "checked_ids: bool | None = None, executor: str | None = None, mode: str = 'fast', "
@@ -426,8 +426,8 @@ void BindRun(nb::module_& module) {
       "num_threads: 0 = all cores; results do not depend on it.\n\n"
       "UsageError, UnsupportedError, CapacityError, GeometryError, DeviceError.");
   module.def("plan", &PlanLinearRun, nb::arg("what"), nb::kw_only(), nb::arg("max_tokens") = 4096,
-             nb::arg("input") = "float32", nb::arg("output") = "float32", nb::arg("executor") = nb::none(),
-             nb::arg("mode") = "fast", nb::arg("num_threads") = 0,
+             nb::arg("input").none() = "float32", nb::arg("output").none() = "float32",
+             nb::arg("executor") = nb::none(), nb::arg("mode") = "fast", nb::arg("num_threads") = 0,
              nb::sig("def plan(what: Linear, *, max_tokens: int = 4096, input: typing.Any = 'float32', "
                      "output: typing.Any = 'float32', executor: str | None = None, mode: str = 'fast', "
                      "num_threads: int = 0) -> LinearPlan"),
