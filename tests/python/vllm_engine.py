@@ -45,14 +45,7 @@ def logprobs(llm, ids):
     return [[row[token].logprob for token in range(len(row))] for row in output.prompt_logprobs[1:]]
 
 
-def peak_rss(llm):
-    """Of this process, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-QUESTIONS = {"perplexity": perplexity, "greedy": greedy, "logprobs": logprobs, "peak_rss": peak_rss}
+QUESTIONS = {"perplexity": perplexity, "greedy": greedy, "logprobs": logprobs}
 
 
 def main():

@@ -19,12 +19,12 @@ _library = torch.library.Library("espalier_vllm", "DEF")
 _library.define("moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor package, Tensor? expert_map) -> Tensor")
 _library.define("linear(Tensor x, Tensor package, int out_channels) -> Tensor")
 
-# Mode of each package by its handle; entries go with the tensors that name them.
-_modes: dict[int, str] = {}
+# What install() was given, by the package's handle.
+_installed: dict[int, tuple[espalier.Experts | espalier.Linear, str]] = {}
 
 
 def _forget(handle: int) -> None:
-    _modes.pop(handle, None)
+    del _installed[handle]
     espalier.torch.release(handle)
 
 
@@ -34,19 +34,24 @@ def install(owner: object, package: espalier.Experts | espalier.Linear, mode: st
     The package is let go when `owner`, the layer, is.
     """
     handle = espalier.torch.handle(package)
-    _modes[handle] = mode
+    _installed[handle] = package, mode
     weakref.finalize(owner, _forget, handle).atexit = False
     return torch.tensor([handle], dtype=torch.int64, device="cpu")
 
 
+def installed(package: torch.Tensor) -> tuple[espalier.Experts | espalier.Linear, str]:
+    """The package that a tensor of install() names, and its mode."""
+    return _installed[package.item()]
+
+
 def _moe(x, topk_ids, topk_weights, package, expert_map):
     handle = package.item()
-    return torch.ops.espalier.moe(x, topk_ids, topk_weights, handle, _modes[handle], expert_map)
+    return torch.ops.espalier.moe(x, topk_ids, topk_weights, handle, _installed[handle][1], expert_map)
 
 
 def _linear(x, package, out_channels):
     handle = package.item()
-    return torch.ops.espalier.linear(x, handle, _modes[handle])
+    return torch.ops.espalier.linear(x, handle, _installed[handle][1])
 
 
 for _device in ("CPU", "CUDA"):
