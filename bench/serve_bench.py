@@ -168,7 +168,7 @@ def main():
             "schema": "espalier.serve_bench/1",
             "provenance": {
                 "command": engine.command,
-                "mode": os.environ.get("ESPALIER_MODE") or "fast",
+                "environment": {"ESPALIER_MODE": os.environ.get("ESPALIER_MODE")},
                 "processor": platform.processor() or platform.machine(),
                 "cores": len(os.sched_getaffinity(0)),
                 "versions": versions(engine.packages),

@@ -552,6 +552,23 @@ def test_mxfp8_containers_give_what_their_decoded_twins_give(ask, tmp_path, rank
     assert mxfp8["perplexity"]["perplexity"] < 60
 
 
+@needs_vllm
+@long_running
+def test_the_serving_benchmark_measures(tmp_path):
+    arguments = ["--requests", "1,2", "--samples", "1", "--tokens", "8", "--windows", "4"]
+    arguments += ["--vllm-arguments", "--enforce-eager --kv-cache-memory-bytes 268435456"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "serve_bench.py"), *arguments],
+        capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **CLEAN, "VLLM_CACHE_ROOT": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert [row["requests"] for row in report["results"]] == [1, 2]
+    for row in report["results"]:
+        assert row["tokens_per_second"] > 0 and 0 < row["first_token_seconds"] < SECONDS
+    assert report["perplexity"]["predictions"] == 1024 and 30 < report["perplexity"]["perplexity"] < 50
+
+
 def write_containers(paths):
     """The bundled model with attention as MXFP8, and the same numbers as BF16; the head is plain in both."""
     import torch
