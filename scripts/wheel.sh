@@ -45,4 +45,4 @@ fi
 mkdir -p "$out"
 rm -f "$out"/espalier-*
 cp "$work"/source/espalier-*.tar.gz "$out"
-PATH=$work/tools/bin:$PATH auditwheel --quiet repair --wheel-dir "$out" "$work"/raw/espalier-*.whl
+PATH=$work/tools/bin:$PATH auditwheel repair --wheel-dir "$out" "$work"/raw/espalier-*.whl

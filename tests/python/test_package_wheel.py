@@ -85,7 +85,7 @@ def test_what_the_wheel_holds():
     for wanted in ("espalier/__init__.py", "espalier/py.typed", "espalier/_core.pyi", "espalier/_prepare.py"):
         assert wanted in names
     assert any(re.fullmatch(r"espalier-[0-9.]+\.dist-info/licenses/LICENSE", name) for name in names)
-    allowed = r"espalier/|espalier\.libs/|espalier\.scripts/|espalier-[0-9.]+\.(dist-info|data/scripts)/"
+    allowed = r"espalier/|espalier\.libs/|espalier\.scripts/|espalier-[0-9.]+\.(dist-info/|data/(scripts/|$))"
     assert all(re.match(allowed, name) for name in names), names
     assert not [name for name in names if name.endswith((".cc", ".h", ".a"))]
     metadata = zipfile.ZipFile(WHEEL).read(next(n for n in names if n.endswith("/entry_points.txt"))).decode()
@@ -100,7 +100,7 @@ def test_source_distribution_is_whole(tmp_path):
     """CMake finds every source file of the library, the command and the bindings in it."""
     with tarfile.open(SDIST) as archive:
         names = archive.getnames()
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (folder,) = tmp_path.iterdir()
     assert f"{folder.name}/LICENSE" in names
     assert not [name for name in names if name.endswith((".so", ".o")) or "/tests/" in name or "/build/" in name]
@@ -118,12 +118,13 @@ def nanobind_dir():
     return nanobind.cmake_dir()
 
 
-def test_stubs_are_those_of_the_module():
-    stubgen = pytest.importorskip("nanobind.stubgen", reason="nanobind is not installed: the stubs are not compared")
-    generator = stubgen.StubGen(espalier._core)
-    generator.put(espalier._core)
+def test_stubs_are_those_of_the_module(tmp_path):
+    pytest.importorskip("nanobind", reason="nanobind is not installed: the stubs are not compared")
+    # In a process of its own: pickle leaves members in classes that it has looked at.
+    command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "-m", "espalier._core", "-o", tmp_path / "found.pyi"]
+    subprocess.run(command, check=True, timeout=120)
     committed = (ROOT / "python" / "espalier" / "_core.pyi").read_text()
-    assert committed == generator.get(), "python -m nanobind.stubgen -m espalier._core -o python/espalier/_core.pyi"
+    assert committed == (tmp_path / "found.pyi").read_text(), f"{command[1:6]} makes other stubs"
 
 
 def test_everything_has_a_docstring():
