@@ -243,6 +243,24 @@ def experts_layer(config, prefix="model.layers.0.mlp.experts", **options):
 
 
 @needs_vllm
+def test_a_vllm_without_a_needed_interface_goes_on_without_the_method(vllm_config, monkeypatch):
+    import logging
+
+    import espalier.vllm
+
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("vllm.espalier")
+    logger.addHandler(handler)
+    monkeypatch.setitem(sys.modules, "espalier.vllm.config", None)
+    monkeypatch.delattr(espalier.vllm, "config")
+    espalier.vllm.register()
+    logger.removeHandler(handler)
+    assert len(seen) == 1 and re.match(r"espalier\.vllm was tested with vLLM 0\.32\.0 and cannot work with ", seen[0])
+
+
+@needs_vllm
 def test_the_checkpoint_is_recognised(vllm_config):
     assert vllm_config.model_config.quantization == "exl3"
     assert vllm_config.quant_config.get_name() == "exl3"
@@ -364,6 +382,80 @@ def linear_layer(kind, config, *sizes, prefix, **options):
     from vllm.model_executor.layers import linear
 
     return getattr(linear, kind)(*sizes, bias=options.pop("bias", False), quant_config=config.quant_config, prefix=prefix, **options)
+
+
+def matrix(name):
+    import torch
+
+    import espalier
+
+    return torch.from_dlpack(espalier.Checkpoint(CHECKPOINT).matrix(name))
+
+
+def error(y, expected):
+    import torch
+
+    return (torch.linalg.norm(y.float() - expected) / torch.linalg.norm(expected)).item()
+
+
+BF16_ERROR = 1e-2  # a rounding of y, and the operands of mode fast
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_of_linears_inside_a_block_give_the_same_numbers(vllm_config, ranks):
+    import torch
+
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    columns, total, local = [], 0, 256 // ranks
+    for rank in range(ranks):
+        layer = linear_layer("ColumnParallelLinear", vllm_config, 256, 256, prefix="model.layers.1.self_attn.q_proj",
+                             tp_rank=rank, tp_size=ranks)  # fmt: skip
+        layer.quant_method.process_weights_after_loading(layer)
+        columns.append(layer(x)[0])
+        layer = linear_layer("RowParallelLinear", vllm_config, 256, 256, prefix="model.layers.1.self_attn.o_proj")
+        layer.tp_rank = rank
+        layer.quant_method.create_weights(layer, local, [256], 256, 256, torch.bfloat16)
+        layer.quant_method.process_weights_after_loading(layer)
+        total = total + layer.quant_method.apply(layer, x[:, rank * local : (rank + 1) * local]).float()
+    assert {tuple(y.shape) for y in columns} == {(5, local)}
+    assert error(torch.cat(columns, 1), x.float() @ matrix("model.layers.1.self_attn.q_proj")) < BF16_ERROR
+    assert error(total, x.float() @ matrix("model.layers.1.self_attn.o_proj")) < BF16_ERROR
+
+
+@needs_vllm
+def test_key_and_value_heads_are_those_of_the_rank(vllm_config):
+    import torch
+
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    prefix = "model.layers.2.self_attn"
+    quant_config = vllm_config.quant_config
+    packed, quant_config.packed_modules_mapping = quant_config.packed_modules_mapping, {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"]
+    }
+    expected = [x.float() @ matrix(f"{prefix}.{name}") for name in ("q_proj", "k_proj", "v_proj")]
+    for rank in range(4):  # 4 query heads, 2 of keys and values: two ranks share one
+        layer = linear_layer("QKVParallelLinear", vllm_config, 256, 64, 4, 2, prefix=f"{prefix}.qkv_proj")
+        layer.tp_rank, layer.num_kv_head_replicas = rank, 2
+        layer.quant_method.create_weights(layer, 256, [64, 64, 64], 256, 768, torch.bfloat16)
+        layer.quant_method.process_weights_after_loading(layer)
+        heads = layer.quant_method.apply(layer, x).split(64, dim=1)
+        for y, whole, head in zip(heads, expected, (rank, rank // 2, rank // 2)):
+            assert error(y, whole[:, head * 64 : (head + 1) * 64]) < BF16_ERROR
+    quant_config.packed_modules_mapping = packed
+
+
+@needs_vllm
+def test_a_head_of_a_padded_vocabulary(vllm_config):
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    head = ParallelLMHead(4000, 256, quant_config=vllm_config.quant_config, prefix="lm_head")
+    head.quant_method.process_weights_after_loading(head)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
+    y = head.quant_method.apply(head, x)
+    assert y.shape == (3, 4032) and not y[:, 4000:].any()
+    assert error(y[:, :4000], (x.float() @ matrix("lm_head"))[:, :4000]) < BF16_ERROR
 
 
 @needs_vllm

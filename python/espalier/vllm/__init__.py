@@ -24,18 +24,21 @@ TESTED_VERSIONS = ("0.32.0",)
 def register() -> None:
     """Makes quantization method ``exl3`` known to vLLM. May be called again and again, from any process.
 
-    Raises ImportError, with what is missing, for a vLLM that lacks an interface this package is built on.
+    vLLM calls it whatever model it serves. One that lacks an interface this package is built on goes on without the
+    method, after an error in its log that says what is missing, and refuses EXL3 checkpoints itself.
     """
     try:
         from espalier.vllm import config
     except (ImportError, AttributeError) as error:
         import vllm
+        from vllm.logger import init_logger
 
-        raise ImportError(
-            f"espalier.vllm was tested with vLLM {', '.join(TESTED_VERSIONS)} and cannot work with "
-            f"{vllm.__version__}: {error}"
-        ) from error
-    config.register()
+        init_logger("vllm.espalier").error(
+            "espalier.vllm was tested with vLLM %s and cannot work with %s: %s", ", ".join(TESTED_VERSIONS),
+            vllm.__version__, error,
+        )  # fmt: skip
+    else:
+        config.register()
 
 
 __all__ = ["TESTED_VERSIONS", "register"]
