@@ -5,8 +5,8 @@
     VENV/bin/python bench/serve_bench.py > serve.json                        the bundled model in `vllm serve`
     VENV/bin/python bench/serve_bench.py --vllm-arguments "--enforce-eager --dtype float32"
 
-Starts a server of its own on a free port of 127.0.0.1 and stops it in any case. Requests are streamed, all at once, each
-with another part of the text as its prompt; a round that is not timed comes first. JSON with all raw samples on
+Starts a server of its own on a free port of 127.0.0.1 and stops it in any case. Requests are streamed, all at once,
+each with another part of the text as its prompt; a round that is not timed comes first. JSON with all raw samples on
 stdout, the table on stderr.
 """
 

@@ -5,8 +5,8 @@
         ScalarType? out_dtype=None) -> Tensor
     linear(Tensor x, int linear, str mode="fast", ScalarType? out_dtype=None) -> Tensor
 
-Both have fake kernels: torch.compile takes them with dynamic rows, and on a GPU they can be captured in a graph. They run
-on the current stream and can be called from any thread; the GIL is released while a package runs. No gradients.
+Both have fake kernels: torch.compile takes them with dynamic rows, and on a GPU they can be captured in a graph. They
+run on the current stream and can be called from any thread; the GIL is released while a package runs. No gradients.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _moe(x, topk_ids, topk_weights, experts, mode="fast", expert_map=None, out_d
         raise GeometryError(f"x is {list(x.shape)}; legal: [tokens, {package.hidden}]")
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
         raise GeometryError(
-            f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; legal: [{x.shape[0]}, top_k] both"
+            f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; "
+            f"legal: [{x.shape[0]}, top_k] both"
         )
     if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.dim() != 1):
         raise UsageError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; legal: int32 [experts]")

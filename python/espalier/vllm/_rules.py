@@ -102,8 +102,9 @@ def check_width(what: str, stored: int, model: int) -> None:
         raise ValueError(f"{what} has {stored} channels, the model {model}; legal is {legal}")
 
 
-def cut_part(name: str, stored_in: int, stored_out: int, first_in: int, local_in: int, first_out: int,
-             local_out: int) -> Part:
+def cut_part(
+    name: str, stored_in: int, stored_out: int, first_in: int, local_in: int, first_out: int, local_out: int
+) -> Part:
     """The part of a stored matrix that serves input and output channels of one rank."""
     if first_in + local_in > stored_in or first_out + local_out > stored_out:
         raise ValueError(
@@ -125,7 +126,9 @@ def cut_part(name: str, stored_in: int, stored_out: int, first_in: int, local_in
     )
 
 
-def assign(names: Sequence[str], widths: Mapping[str, int], sections: Sequence[Section]) -> list[tuple[str, int, Section]]:
+def assign(
+    names: Sequence[str], widths: Mapping[str, int], sections: Sequence[Section]
+) -> list[tuple[str, int, Section]]:
     """Which matrix, and from which of its output channels on, holds each section.
 
     ``widths``: stored output channels by name. As many matrices as sections go one to one; otherwise each matrix

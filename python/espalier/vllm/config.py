@@ -43,7 +43,9 @@ def selected_mode() -> str:
     additional = vllm_config.additional_config if vllm_config is not None else None
     options = additional.get("espalier", {}) if isinstance(additional, dict) else {}
     if not isinstance(options, dict) or not options.keys() <= {"mode"}:
-        raise espalier.UsageError(f"additional_config['espalier'] is {options!r}; legal is {{'mode': {'|'.join(MODES)}}}")
+        raise espalier.UsageError(
+            f"additional_config['espalier'] is {options!r}; legal is {{'mode': {'|'.join(MODES)}}}"
+        )
     source = "additional_config['espalier']['mode']" if "mode" in options else "ESPALIER_MODE"
     mode = options.get("mode") or os.environ.get("ESPALIER_MODE") or "fast"
     if mode not in MODES:
@@ -115,7 +117,7 @@ class Exl3Config(QuantizationConfig):
         if not checkpoint.layers and not checkpoint.linears:
             return None
         logger.warning(
-            "%s: config.json says quant_method %r, the tensors are EXL3 (%s): taking %s", path, named, checkpoint.layout,
+            "%s: config.json says quant_method %r, tensors are EXL3 (%s): taking %s", path, named, checkpoint.layout,
             METHOD,
         )  # fmt: skip
         return METHOD
@@ -227,12 +229,14 @@ class Exl3Config(QuantizationConfig):
         plain = [self.dense_format != "mxfp8" or _rules.is_plain(name, self.ignored_layers) for name in stored]
         if any(plain) != all(plain):
             raise espalier.UnsupportedError(
-                f"{opened.path}: vLLM's layer {prefix} joins {', '.join(stored)}, of which ignored_layers names some and "
-                "not all"
+                f"{opened.path}: vLLM's layer {prefix} joins {', '.join(stored)}, of which ignored_layers names some "
+                "and not all"
             )
         legal = _PLAIN_DTYPES if plain[0] else ("F8_E4M3",)
         if kind not in legal:
-            rule = "ignored_layers" if plain[0] and self.dense_format == "mxfp8" else f"dense_format {self.dense_format!r}"
+            rule = (
+                "ignored_layers" if plain[0] and self.dense_format == "mxfp8" else f"dense_format {self.dense_format!r}"
+            )
             raise espalier.FormatError(
                 f"{opened.path}: {stored[0]}.weight is {kind}; by the config's {rule} legal is {', '.join(legal)}"
             )

@@ -35,7 +35,13 @@ def activation_name(moe: FusedMoEConfig) -> str:
         return _ACTIVATIONS[moe.activation]
     numbers = {
         name: getattr(moe, name)
-        for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
+        for name in (
+            "swiglu_limit",
+            "swiglu_alpha",
+            "swiglu_beta",
+            "activation_situ_beta",
+            "activation_situ_linear_beta",
+        )
         if getattr(moe, name) is not None
     }
     detail = "".join(f", {name} {value:g}" for name, value in numbers.items())

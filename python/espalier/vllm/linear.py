@@ -56,9 +56,7 @@ def _sections(layer: torch.nn.Module, prefix: str, partition_sizes: list[int]) -
         ranks = (layer.tp_rank,) * len(widths)
     else:
         widths, ranks = tuple(partition_sizes), (0,) * len(partition_sizes)
-    return [
-        _rules.Section(width, rank * local, local) for width, rank, local in zip(widths, ranks, partition_sizes)
-    ]
+    return [_rules.Section(width, rank * local, local) for width, rank, local in zip(widths, ranks, partition_sizes)]
 
 
 class Exl3LinearMethod(LinearMethodBase):
@@ -82,7 +80,9 @@ class Exl3LinearMethod(LinearMethodBase):
     ) -> None:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and vllm_config.lora_config is not None:
-            raise espalier.UnsupportedError(f"{self.prefix}: quantization method exl3 does not support LoRA; leave it out")
+            raise espalier.UnsupportedError(
+                f"{self.prefix}: quantization method exl3 does not support LoRA; leave it out"
+            )
         infos = {name: self.opened.linears[name] for name in self.names}
         self._check_bias(layer, infos)
         sections = _sections(layer, self.prefix, output_partition_sizes)
@@ -93,8 +93,13 @@ class Exl3LinearMethod(LinearMethodBase):
             placed = _rules.assign(self.names, {name: infos[name].out_channels for name in self.names}, sections)
             parts = [
                 _rules.cut_part(
-                    name, infos[name].in_channels, infos[name].out_channels, first_in, input_size_per_partition,
-                    begin + section.first, section.local,
+                    name,
+                    infos[name].in_channels,
+                    infos[name].out_channels,
+                    first_in,
+                    input_size_per_partition,
+                    begin + section.first,
+                    section.local,
                 )  # fmt: skip
                 for name, begin, section in placed
             ]
@@ -164,7 +169,7 @@ _DECODED_ROWS = 256  # at a time: the doubles of that many rows
 
 
 def decode_mxfp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """weight F8_E4M3 [out, in], scale E8M0 as uint8 [out, ceil(in / 32)] -> [out, in]; exact in bfloat16 and float32."""
+    """weight F8_E4M3 [out, in], scale uint8 [out, ceil(in / 32)] -> [out, in]; exact in bfloat16 and float32."""
     decoded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for begin in range(0, weight.shape[0], _DECODED_ROWS):
         rows = slice(begin, begin + _DECODED_ROWS)
@@ -189,7 +194,9 @@ class Mxfp8LinearMethod(UnquantizedLinearMethod):
                 found = "is missing" if dtype is None else f"is {dtype}"
                 raise espalier.FormatError(f"{opened.path}: {name}.weight_scale {found}; legal: U8, F8_E8M0")
         if len(set(dtypes.values())) > 1:
-            raise espalier.UnsupportedError(f"{opened.path}: {prefix} joins {', '.join(names)}, whose scales differ in type")
+            raise espalier.UnsupportedError(
+                f"{opened.path}: {prefix} joins {', '.join(names)}, whose scales differ in type"
+            )
         self.scale_dtype = torch.uint8 if dtypes[names[0]] == "U8" else torch.float8_e8m0fnu
 
     def create_weights(
