@@ -678,7 +678,8 @@ def test_the_serving_benchmark_measures(tmp_path):
     assert [row["requests"] for row in report["results"]] == [1, 2]
     for row in report["results"]:
         assert row["tokens_per_second"] > 0 and 0 < row["first_token_seconds"] < SECONDS
-    assert report["perplexity"]["predictions"] == 1024 and 30 < report["perplexity"]["perplexity"] < 50
+    assert report["perplexity"]["predictions"] == 1024
+    assert report["perplexity"]["perplexity"] == pytest.approx(28.67, abs=0.3)  # of the first 4 windows
 
 
 def write_containers(paths):
