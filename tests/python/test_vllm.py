@@ -68,18 +68,24 @@ def ask(tmp_path_factory):
             "ask": questions,
             "out": str(out),
         }
-        # Group of its own: a stuck engine goes with its workers.
-        program = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "python" / "vllm_engine.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = program.communicate(json.dumps(request), timeout=SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
+        # A group of its own: what an engine leaves behind goes with it. A file, because that may still hold a pipe.
+        log = out.with_name("log")
+        with open(log, "w") as output:
+            program = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "python" / "vllm_engine.py")],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                program.communicate(json.dumps(request), timeout=SECONDS)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)
         if program.returncode != 0:
-            pytest.fail(f"the engine ended with {program.returncode}:\n{output[-6000:]}")
+            pytest.fail(f"the engine ended with {program.returncode}:\n{log.read_text()[-6000:]}")
         return json.loads(out.read_text())
 
     return start
