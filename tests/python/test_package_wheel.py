@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel in a clean environment, and the source distribution. scripts/test.sh names both."""
 
+import ast
 import os
 import pathlib
 import re
@@ -118,13 +119,23 @@ def nanobind_dir():
     return nanobind.cmake_dir()
 
 
+def parsed(path):
+    """The text of stubs without what CPython adds from 3.12 on to whatever has a buffer."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            added = ("__buffer__", "__release_buffer__")
+            node.body = [member for member in node.body if getattr(member, "name", None) not in added]
+    return ast.unparse(tree)
+
+
 def test_stubs_are_those_of_the_module(tmp_path):
     pytest.importorskip("nanobind", reason="nanobind is not installed: the stubs are not compared")
     # In a process of its own: pickle leaves members in classes that it has looked at.
     command = [sys.executable, "-m", "nanobind.stubgen", "--quiet", "-m", "espalier._core", "-o", tmp_path / "found.pyi"]
     subprocess.run(command, check=True, timeout=120)
-    committed = (ROOT / "python" / "espalier" / "_core.pyi").read_text()
-    assert committed == (tmp_path / "found.pyi").read_text(), f"{command[1:6]} makes other stubs"
+    committed = ROOT / "python" / "espalier" / "_core.pyi"
+    assert parsed(committed) == parsed(tmp_path / "found.pyi"), f"{command[1:6]} makes other stubs"
 
 
 def test_everything_has_a_docstring():
