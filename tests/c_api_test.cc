@@ -476,8 +476,19 @@ TEST_F(CApi, PreparesFromMemory) {
   const Call call(256, 16);
   espalier_moe_plan* plan = Plan(prepared, Options());
   EXPECT_EQ(Run(plan, prepared, call), Run(plan, loaded, call));
-  segments[0].matrices[0].codes = nullptr;
   espalier_experts* other = nullptr;
+  const auto expect_place = [&](int32_t tp, int32_t ep, int32_t rank) {
+    espalier_experts_source placed = source;
+    placed.tp = tp;
+    placed.ep = ep;
+    placed.rank = rank;
+    ExpectFailure(espalier_experts_prepare(&placed, &load, &other), ESPALIER_USAGE, "source: rank ");
+  };
+  expect_place(-1, 1, 0);
+  expect_place(1 << 30, 1 << 30, 0);
+  expect_place(2, 2, 4);
+  expect_place(0, 0, -1);
+  segments[0].matrices[0].codes = nullptr;
   EXPECT_EQ(espalier_experts_prepare(&source, &load, &other), ESPALIER_USAGE);
   segments[0].matrices[0].codebook = 17;
   ExpectFailure(espalier_experts_prepare(&source, &load, &other), ESPALIER_USAGE,

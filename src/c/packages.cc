@@ -57,6 +57,16 @@ Result<void> AddSegments(std::span<const espalier_segment> segments, MemorySourc
   return {};
 }
 
+// The library takes the place of a source as it is told.
+Result<void> CheckPlace(const RankPlan& place) {
+  const bool sizes = place.tp >= 1 && place.tp <= kMaxTp && place.ep >= 1 &&
+                     static_cast<uint64_t>(place.ep) <= kMaxWorld / static_cast<uint64_t>(place.tp);
+  if (sizes && place.rank >= 0 && place.rank < place.tp * place.ep) return {};
+  return UsageError(fmt::format(
+      "source: rank {} of tp {}, ep {}; legal: tp 1 to {}, tp * ep at most {}, a rank below tp * ep",
+      place.rank, place.tp, place.ep, kMaxTp, kMaxWorld));
+}
+
 Result<MemorySource> ToMemorySource(const espalier_experts_source* source, const LoadOptions& options) {
   const auto read = ReadStruct(source, "source");
   if (!read) return tl::unexpected(read.error());
@@ -79,6 +89,7 @@ Result<MemorySource> ToMemorySource(const espalier_experts_source* source, const
   memory.source.rank_plan.tp = read->tp == 0 ? 1 : read->tp;
   memory.source.rank_plan.ep = read->ep == 0 ? 1 : read->ep;
   memory.source.rank_plan.rank = read->rank;
+  if (auto checked = CheckPlace(memory.source.rank_plan); !checked) return tl::unexpected(checked.error());
   if (auto added = AddSegments({read->segments, read->num_segments}, memory); !added)
     return tl::unexpected(added.error());
   return memory;
