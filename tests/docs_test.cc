@@ -159,6 +159,14 @@ TEST(Docs, ReadmeProgramIsTheOneThatInstallTestBuilds) {
   EXPECT_NE(text.find("```cpp\n" + program.substr(licence.size()) + "```\n"), std::string::npos);
 }
 
+TEST(Docs, ProgramInCIsTheExample) {
+  const std::string program = ReadFile(kRoot / "examples/c/one_layer.c");
+  const std::string licence = "// SPDX-License-Identifier: Apache-2.0\n";
+  ASSERT_TRUE(program.starts_with(licence));
+  EXPECT_NE(ReadFile(kRoot / "docs/c.md").find("```c\n" + program.substr(licence.size()) + "```\n"),
+            std::string::npos);
+}
+
 #ifdef ESPALIER_BINARY
 
 struct Ran {
@@ -272,6 +280,17 @@ TEST_F(ReadmeExamples, NameVerbsThatExist) {
     EXPECT_THAT(verbs, Contains(std::string(verb)));
   }
 }
+
+#ifdef ESPALIER_ONE_LAYER
+TEST_F(ReadmeExamples, ProgramInCPrintsWhatItsPageShows) {
+  fs::create_symlink(ESPALIER_ONE_LAYER, folder_ / "build/release/one_layer");
+  const std::vector<Example> examples = ExamplesOf(ReadFile(kRoot / "docs/c.md"));
+  ASSERT_EQ(examples.size(), 1u);
+  const Ran ran = Run(examples[0].command);
+  EXPECT_EQ(ran.exit_code, 0);
+  EXPECT_TRUE(Matches(examples[0].output, 0, LinesOf(ran.output), 0)) << ran.output;
+}
+#endif  // ESPALIER_ONE_LAYER
 
 TEST(DocsMatching, ComparesAllButReals) {
   EXPECT_TRUE(Matches({"a 1 0.5", "...", "z"}, 0, {"a 1 0.75e-3", "b", "c", "z"}, 0));

@@ -5,6 +5,7 @@ cmake_minimum_required(VERSION 3.25)
 
 set(work ${BUILD_DIR}/install_test)
 set(checkpoint ${SOURCE_DIR}/data/tiny-qwen3moe-exl3-mixed)
+set(c_example ${SOURCE_DIR}/examples/c/one_layer.c)
 file(REMOVE_RECURSE ${work})
 
 function(run)
@@ -23,8 +24,16 @@ function(expect_token program)
   endif()
 endfunction()
 
+function(expect_layer program)
+  run(${program} ${checkpoint} 1)
+  if(NOT output MATCHES "^layer 1: 16 experts of 256 x 512\ncpu executor on the host\nsum of y -?[0-9]")
+    message(FATAL_ERROR "${program} printed: ${output}")
+  endif()
+endfunction()
+
 run(${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${work}/prefix)
-foreach(file include/espalier/espalier.h include/espalier/formats.def include/espalier/version.h bin/espalier)
+foreach(file include/espalier/espalier.h include/espalier/formats.def include/espalier/version.h
+        include/espalier/espalier_c.h bin/espalier)
   if(NOT EXISTS ${work}/prefix/${file})
     message(FATAL_ERROR "not installed: ${file}")
   endif()
@@ -43,12 +52,14 @@ foreach(file ${texts})
 endforeach()
 
 run(${CMAKE_COMMAND} -S ${SOURCE_DIR}/tests/install -B ${work}/cmake -DCMAKE_BUILD_TYPE=Release
-    -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_PREFIX_PATH=${work}/prefix)
+    -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_C_COMPILER=${C} -DC_EXAMPLE=${c_example} -DCMAKE_PREFIX_PATH=${work}/prefix)
 run(${CMAKE_COMMAND} --build ${work}/cmake)
 expect_token(${work}/cmake/one_token)
+expect_layer(${work}/cmake/one_layer)
 
 file(GLOB_RECURSE pc ${work}/prefix/*/espalier.pc)
 cmake_path(GET pc PARENT_PATH pc_dir)
+cmake_path(GET pc_dir PARENT_PATH lib_dir)
 find_program(PKG_CONFIG NAMES pkg-config pkgconf REQUIRED)
 run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${pc_dir} ${PKG_CONFIG} --static --cflags --libs espalier)
 separate_arguments(pc_flags UNIX_COMMAND "${output}")
@@ -58,3 +69,8 @@ run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${pc_dir} ${PKG_CONFIG} --modversion
 if(NOT output MATCHES "^${VERSION}")
   message(FATAL_ERROR "pkg-config says version ${output} instead of ${VERSION}")
 endif()
+
+run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${pc_dir} ${PKG_CONFIG} --cflags --libs espalier_c)
+separate_arguments(pc_flags UNIX_COMMAND "${output}")
+run(${C} -std=c11 -O1 ${c_example} -o ${work}/one_layer_pc ${pc_flags} -Wl,-rpath,${lib_dir})
+expect_layer(${work}/one_layer_pc)
