@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Up to 8 rows a tile. 80 registers let 24 warps share an SM, which hides the latency of the codes.
+// Up to 8 rows a tile, two output tiles a warp over one set of inputs. 80 registers let 24 warps share an SM,
+// which hides the latency of the codes and the starts of units.
 #include "cuda/gemm.cuh"
 #include "cuda/gemm_launch.cuh"
 
@@ -8,7 +9,7 @@ namespace espalier::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kGemmThreads, 3) FewRows(const __grid_constant__ GemmParams params) {
-  RunBlock<true, 1, 1>(params);
+  RunBlock<true, 2, 1, 1>(params);
 }
 
 }  // namespace
