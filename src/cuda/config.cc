@@ -13,7 +13,7 @@ constexpr uint64_t kGroupRows = 8;
 // Units that fill the machine: two for each of 128 SMs. Below that units are made smaller.
 constexpr uint64_t kEnoughUnits = 256;
 constexpr uint64_t kFewTurns = 4;       // times kEnoughUnits: up to there the last turn counts
-constexpr uint64_t kFinishUnits = 512;  // of 256 channels, from which FC2 takes such
+constexpr uint64_t kFinishUnits = 300;  // of 256 channels, from which FC2 takes such
 constexpr uint32_t kMaxSplits = 8;
 constexpr uint64_t kSplitTileGroups = TileRows(RowClass::kMany) / kGroupRows;
 constexpr uint64_t kWideTileGroups = TileRows(RowClass::kWide) / kGroupRows;
