@@ -54,11 +54,44 @@ struct Four {
   Real v[4];
 };
 
+// What a row's boundary needs beside the sums of FC1. None of it is written by the kernel before, so it is
+// asked for ahead of the wait: the vectors come from memory, a microsecond later. Those of the thread's first
+// four channels; later ones are asked for on the way.
+struct BoundaryFacts {
+  int exponents[2];
+  uint2 gate_svh, up_svh, down_suh;  // four fp16 each
+
+  __device__ __forceinline__ void LoadVectors(const BoundaryParams& params, const DeviceSegment& segment,
+                                              uint32_t channel) {
+    const auto load = [&](const uint16_t* vector) {
+      return __ldg(reinterpret_cast<const uint2*>(vector + channel));
+    };
+    if (params.has_gate) gate_svh = load(segment.matrices[0].svh);
+    up_svh = load(segment.matrices[1].svh);
+    down_suh = load(segment.matrices[2].suh);
+  }
+};
+
+// First channel of the calling thread.
+__device__ __forceinline__ uint32_t BoundaryChannel() { return 4 * threadIdx.x; }
+
+__device__ __forceinline__ BoundaryFacts LoadBoundaryFacts(const BoundaryParams& params,
+                                                           const DeviceSegment& segment, uint32_t packed) {
+  BoundaryFacts facts = {};
+  if (params.has_gate) facts.exponents[0] = params.exponents[packed];
+  facts.exponents[1] = params.exponents[params.num_rows + packed];
+  if (BoundaryChannel() < segment.matrices[2].in_channels) {
+    facts.LoadVectors(params, segment, BoundaryChannel());
+  }
+  return facts;
+}
+
 // Four channels of a projection's output.
 template <typename Real>
 __device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& params,
                                                        const DeviceMatrix& matrix, uint32_t packed,
-                                                       uint32_t projection, int exponent, uint32_t channel) {
+                                                       uint32_t projection, int exponent, uint2 signs,
+                                                       uint32_t channel) {
   const float* at = params.fc1 + (uint64_t{packed} * 2 + projection) * params.intermediate + channel;
   float4 sums = *reinterpret_cast<const float4*>(at);
   for (uint32_t split = 1; split < params.splits; ++split) {
@@ -66,7 +99,7 @@ __device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& par
     sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
   }
   sums = Hadamard128(sums);
-  const float4 svh = LoadVector(matrix.svh + channel);
+  const float4 svh = FourHalves(signs);
   const Real scale = static_cast<Real>(PowerOfTwo(exponent));
   Four<Real> out = {{Real{sums.x} * scale * svh.x, Real{sums.y} * scale * svh.y, Real{sums.z} * scale * svh.z,
                      Real{sums.w} * scale * svh.w}};
@@ -80,13 +113,15 @@ __device__ __forceinline__ Four<Real> ProjectionOutput(const BoundaryParams& par
 template <typename Real>
 __device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& params,
                                                      const DeviceSegment& segment, uint32_t packed,
-                                                     const int (&exponents)[2], uint32_t channel) {
+                                                     const BoundaryFacts& facts, uint32_t channel) {
   Four<Real> gate = {};
   if (params.has_gate) {
-    gate = ProjectionOutput<Real>(params, segment.matrices[0], packed, 0, exponents[0], channel);
+    gate = ProjectionOutput<Real>(params, segment.matrices[0], packed, 0, facts.exponents[0], facts.gate_svh,
+                                  channel);
   }
-  const Four<Real> up = ProjectionOutput<Real>(params, segment.matrices[1], packed, 1, exponents[1], channel);
-  const float4 suh = LoadVector(segment.matrices[2].suh + channel);
+  const Four<Real> up = ProjectionOutput<Real>(params, segment.matrices[1], packed, 1, facts.exponents[1],
+                                               facts.up_svh, channel);
+  const float4 suh = FourHalves(facts.down_suh);
   const float signs[] = {suh.x, suh.y, suh.z, suh.w};
   Real v[4] = {};
 #pragma unroll
@@ -100,16 +135,14 @@ __device__ __forceinline__ ScaledBlock BoundaryBlock(const BoundaryParams& param
 // Rotated FC2 inputs of one row: warps of the block share its blocks of 128 channels. In double where the row
 // was so large or small that products leave the range of fp32. Returns this thread's largest exponent.
 __device__ inline float BoundaryRow(const BoundaryParams& params, const DeviceSegment& segment,
-                                    uint32_t packed, const RowBuffer& row) {
-  const int exponents[2] = {params.has_gate ? params.exponents[packed] : 0,
-                            params.exponents[params.num_rows + packed]};
-  const bool ordinary = Ordinary(2 * exponents[0]) && Ordinary(2 * exponents[1]);
+                                    uint32_t packed, BoundaryFacts facts, const RowBuffer& row) {
+  const bool ordinary = Ordinary(2 * facts.exponents[0]) && Ordinary(2 * facts.exponents[1]);
   float max_exponent = kNoExponent;
-  for (uint32_t first = threadIdx.x / 32 * 128; first < segment.matrices[2].in_channels;
-       first += blockDim.x / 32 * 128) {
-    const uint32_t channel = first + 4 * (threadIdx.x & 31);
-    const ScaledBlock block = ordinary ? BoundaryBlock<float>(params, segment, packed, exponents, channel)
-                                       : BoundaryBlock<double>(params, segment, packed, exponents, channel);
+  for (uint32_t channel = BoundaryChannel(); channel < segment.matrices[2].in_channels;
+       channel += 4 * blockDim.x) {
+    if (channel != BoundaryChannel()) facts.LoadVectors(params, segment, channel);
+    const ScaledBlock block = ordinary ? BoundaryBlock<float>(params, segment, packed, facts, channel)
+                                       : BoundaryBlock<double>(params, segment, packed, facts, channel);
     max_exponent = fmaxf(max_exponent, row.PutRotated(channel, block));
   }
   return max_exponent;

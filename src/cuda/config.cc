@@ -12,6 +12,8 @@ namespace {
 constexpr uint64_t kGroupRows = 8;
 // Units that fill the machine: two for each of 128 SMs. Below that units are made smaller.
 constexpr uint64_t kEnoughUnits = 256;
+constexpr uint64_t kFewTurns = 4;       // times kEnoughUnits: up to there the last turn counts
+constexpr uint64_t kFinishUnits = 300;  // of 256 channels, from which FC2 takes such
 constexpr uint32_t kMaxSplits = 8;
 constexpr uint64_t kSplitTileGroups = TileRows(RowClass::kMany) / kGroupRows;
 constexpr uint64_t kWideTileGroups = TileRows(RowClass::kWide) / kGroupRows;
@@ -53,10 +55,16 @@ uint64_t WideSplitGroups(uint64_t groups, uint32_t out_channels) {
 
 }  // namespace
 
-SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, uint32_t out_channels) {
+SumsPlan PlanSums(RowClass row_class, uint64_t tiles, uint32_t projections, uint32_t in_channels,
+                  uint32_t out_channels) {
   SumsPlan plan;
   const auto units = [&] { return tiles * projections * (out_channels / plan.block_channels) * plan.splits; };
   while (plan.block_channels > 32 && units() < kEnoughUnits) plan.block_channels /= 2;
+  // Few turns: units of half the size fill the last one better.
+  if (row_class == RowClass::kFew && plan.block_channels == 128 && units() > kEnoughUnits &&
+      units() <= kFewTurns * kEnoughUnits) {
+    plan.block_channels = 64;
+  }
   // A warp keeps at least four steps of 64 channels; the warps of a unit of 32 output channels share them by
   // four.
   const uint32_t max_splits = std::min(kMaxSplits, in_channels / (4 * 4 * 64));
@@ -75,7 +83,12 @@ MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections
   const uint64_t tile_groups = TileRows(pass.row_class) / kGroupRows;
   pass.tiles = few ? pass.groups : std::min(pass.groups, pass.groups / tile_groups + touched);
   if (pass.row_class != RowClass::kWide) {
-    pass.sums = PlanSums(few ? touched : pass.tiles, projections, config.hidden, config.intermediate);
+    pass.sums =
+        PlanSums(pass.row_class, few ? touched : pass.tiles, projections, config.hidden, config.intermediate);
+  }
+  // A warp with twice the inputs to go through has half the starts; a unit of few is large enough then.
+  if (few && config.hidden % 256 == 0 && touched * (config.hidden / 256) >= kFinishUnits) {
+    pass.finish_channels = 256;
   }
   return pass;
 }
@@ -87,7 +100,7 @@ LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_ch
   pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
   pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
   if (pass.row_class != RowClass::kWide) {
-    pass.sums = PlanSums(pass.tiles, 1, in_channels, out_channels);
+    pass.sums = PlanSums(pass.row_class, pass.tiles, 1, in_channels, out_channels);
     return pass;
   }
   const uint64_t units = uint64_t{pass.tiles} * (out_channels / kHadamardChannels);

@@ -8,7 +8,7 @@ namespace espalier::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kGemmThreads, 2) ManyRows(const __grid_constant__ GemmParams params) {
-  RunBlock<false, 6, 1, 2, 3, 4, 6>(params);
+  RunBlock<false, 1, 6, 1, 2, 3, 4, 6>(params);
 }
 
 }  // namespace

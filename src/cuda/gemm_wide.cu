@@ -92,7 +92,7 @@ struct Block {
   // By each warp of consumers and decoders and the producer, when it does not look at the item any more.
   __device__ __forceinline__ void Release(RingPlace<kItems> item) const {
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) Arrive(Address(&shared.released[item.index]));
+    Arrive(Address(&shared.released[item.index]));
   }
 };
 
@@ -386,14 +386,12 @@ __device__ __forceinline__ void Publish(const GemmParams& params, const Block& b
       item.sums = split == 0 ? params.input_sums + projection * params.num_rows + first_packed : nullptr;
     }
     __syncwarp();
-    if (lane == 0) Arrive(Block::Address(&block.shared.published[place.index]));
+    Arrive(Block::Address(&block.shared.published[place.index]));
     place.Advance(1);
   }
   WaitBarrier(Block::Address(&block.shared.released[place.index]), place.phase ^ 1);
-  if (lane == 0) {
-    block.shared.items[place.index].last = 1;
-    Arrive(Block::Address(&block.shared.published[place.index]));
-  }
+  if (lane == 0) block.shared.items[place.index].last = 1;
+  Arrive(Block::Address(&block.shared.published[place.index]));
 }
 
 __device__ __forceinline__ void Produce(const GemmParams& params, const Block& block) {
@@ -436,8 +434,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         InitBarrier(block.Empty(i), kConsumers);
       }
       for (uint32_t i = 0; i < kItems; ++i) {
-        InitBarrier(Block::Address(&block.shared.published[i]), 1);
-        InitBarrier(Block::Address(&block.shared.released[i]), kConsumers + kDecoders + 1);
+        // Every lane arrives for itself: racecheck does not follow a __syncwarp before the arrival of one.
+        InitBarrier(Block::Address(&block.shared.published[i]), 32);
+        InitBarrier(Block::Address(&block.shared.released[i]), 32 * (kConsumers + kDecoders + 1));
       }
       FenceBarriers();
     }

@@ -91,15 +91,17 @@ struct SumsPlan {
   uint32_t block_channels = 128;  // 32, 64, 128
   uint32_t splits = 1;
 };
-SumsPlan PlanSums(uint64_t tiles, uint32_t projections, uint32_t in_channels, uint32_t out_channels);
+SumsPlan PlanSums(RowClass row_class, uint64_t tiles, uint32_t projections, uint32_t in_channels,
+                  uint32_t out_channels);
 
 // How one chunk is run: all that the launches depend on, apart from pointers.
 struct MoePass {
   RowClass row_class = RowClass::kFew;
   bool direct = false;
-  uint64_t groups = 0;  // of 8 packed rows, at most
-  uint64_t tiles = 0;   // at most
-  SumsPlan sums;        // of FC1
+  uint64_t groups = 0;             // of 8 packed rows, at most
+  uint64_t tiles = 0;              // at most
+  SumsPlan sums;                   // of FC1
+  uint32_t finish_channels = 128;  // of a unit of FC2: 128, 256
 };
 // `rows`: tokens * top_k * max_segments. `projections`: 2, or 1 for an activation without gate.
 MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections, int compute_capability);

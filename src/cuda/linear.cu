@@ -131,11 +131,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .accumulate = args.accumulate};
 
   Chain chain;
-  chain.Add("rotate", [&] {
-    if (wide) return LaunchRotateWide(rotate, num_tokens, stream, false);
-    return Launch(RotateInputs, dim3(num_tokens), few ? kMaxRowThreads : kRowThreads,
-                  RowBuffer::Bytes(matrix.in_channels), stream, false, rotate);
-  });
+  chain.Add("rotate", [&] { return LaunchRotate(rotate, num_tokens, stream, false); });
   chain.Add("sums", [&] {
     const dim3 grid(matrix.out_channels / pass.sums.block_channels, pass.sums.splits, pass.tiles);
     return LaunchRows(pass.row_class, products, grid, stream, dependent);

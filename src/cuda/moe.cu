@@ -170,20 +170,24 @@ struct BoundaryLaunch {
   float* mid_sums = nullptr;
 };
 
-// A block takes one packed row.
+// A block takes one packed row. Rows and exponents were complete before the kernel before this one began.
 __global__ void __launch_bounds__(kBoundaryThreads) Boundary(const __grid_constant__ BoundaryLaunch params) {
   extern __shared__ __align__(16) float row_memory[];
   __shared__ float shared[kBoundaryThreads / 32];
   const uint32_t packed = blockIdx.x;
+  const PackedRow row = params.rows.RowAt(packed);
+  if (row.route < 0) {
+    WaitForPreviousKernel();
+    return;
+  }
+  const DeviceSegment& segment = params.rows.experts.segments[row.segment];
+  const BoundaryFacts facts = LoadBoundaryFacts(params.boundary, segment, packed);
   WaitForPreviousKernel();
   AllowNextKernel();
-  const PackedRow row = params.rows.RowAt(packed);
-  if (row.route < 0) return;
-  const DeviceSegment& segment = params.rows.experts.segments[row.segment];
   const DeviceMatrix& down = segment.matrices[2];
   const bool wide = params.boundary.row_class == RowClass::kWide;
   const RowBuffer buffer(row_memory, down.in_channels);
-  const float max_exponent = BoundaryRow(params.boundary, segment, packed, buffer);
+  const float max_exponent = BoundaryRow(params.boundary, segment, packed, facts, buffer);
   StoreOperands(buffer, down.in_channels, max_exponent, OperandOf(down, params.boundary.row_class),
                 params.mids + packed / kGroupRows * params.group_room, packed % kGroupRows,
                 params.mid_exponents + (wide ? params.rows.SlotAt(packed) : packed), params.mid_sums + packed,
@@ -497,11 +501,8 @@ class MoeChain {
                                  .exponents = At<int32_t>(config_.input_exponents),
                                  .sums = At<float>(config_.input_sums),
                                  .num_rows = num_rows()};
-    if (wide()) return LaunchRotateWide(params, num_rows(), stream_, dependent());
-    const uint64_t blocks = (pass_.direct ? pass_.groups : num_rows()) * projections();
-    const uint32_t threads = pass_.direct ? kMaxRowThreads : kRowThreads;
-    return Launch(RotateInputs, dim3(Count(blocks)), threads, RowBuffer::Bytes(config_.hidden), stream_,
-                  !pass_.direct && dependent(), params);
+    return LaunchRotate(params, pass_.direct ? Count(pass_.groups) : num_rows(), stream_,
+                        !pass_.direct && dependent());
   }
 
   cudaError_t Sums() {
@@ -563,7 +564,7 @@ class MoeChain {
                                .prefetch = pass_.direct,
                                .first_projection = 2,
                                .num_projections = 1,
-                               .log2_tiles = Log2(kHadamardChannels / kTileChannels),
+                               .log2_tiles = Log2(pass_.finish_channels / kTileChannels),
                                .inputs = At<uint4>(config_.mids),
                                .group_room = wide() ? QuadRoom() : MidRoom(),
                                .input_sums = At<float>(config_.mid_sums),
@@ -575,7 +576,7 @@ class MoeChain {
                                .fused = pass_.direct,
                                .boundary = MakeBoundary(),
                                .item_blocks = ItemBlocks()};
-    const dim3 grid(config_.hidden / kHadamardChannels, 1, Count(pass_.tiles));
+    const dim3 grid(config_.hidden / pass_.finish_channels, 1, Count(pass_.tiles));
     return LaunchRows(pass_.row_class, params, grid, stream_, dependent());
   }
 

@@ -92,6 +92,15 @@ __device__ __forceinline__ uint4 LoadInputs(const uint4* p) {
   return v;
 }
 
+// Eight bytes from global to shared memory, on their own; CopiesDone waits for those of this thread.
+__device__ __forceinline__ void CopyAsync8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void CopiesDone() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Programmatic dependent launch: wait for the kernels before this one and see what they wrote; let the next
 // one start its prologue. Nothing below sm_90, where launches follow each other anyway.
 __device__ __forceinline__ void WaitForPreviousKernel() {

@@ -35,59 +35,20 @@ struct RotateParams {
   uint32_t num_rows = 0;
 };
 
-// A block for one row: many threads make one row fast, few make many rows cheap.
-constexpr uint32_t kMaxRowThreads = 512;
-constexpr uint32_t kRowThreads = 128;
+// A row stays in registers, four lanes a block of 128 channels, 32 channels a lane.
+inline uint32_t RowThreads(uint32_t stored_channels) { return (stored_channels / 32 + 31) / 32 * 32; }
 
-// Four values of a row; `whole`: they may be read in one go.
-__device__ __forceinline__ float4 LoadInput(const RotateParams& params, uint64_t at, bool whole,
-                                            uint32_t left) {
-  if (whole && params.type == Value::kBF16) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(params.x) + at);
-    return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u),
-            __uint_as_float(bits.y << 16), __uint_as_float(bits.y & 0xFFFF0000u)};
-  }
-  float4 v = {};
-  if (left > 0) v.x = LoadValue(params.type, params.x, at);
-  if (left > 1) v.y = LoadValue(params.type, params.x, at + 1);
-  if (left > 2) v.z = LoadValue(params.type, params.x, at + 2);
-  if (left > 3) v.w = LoadValue(params.type, params.x, at + 3);
-  return v;
+// Which channels lane q of the four holds: eight of every 32 for kWide, whose pieces are eight channels that
+// follow each other; 16 of every 64 otherwise, which are the lane's part of an operand.
+template <bool kWide>
+__device__ __forceinline__ constexpr uint32_t FirstChannel(uint32_t q) {
+  return q * (kWide ? 8 : 16);
 }
-
-// A block takes one row and one projection.
-static __global__ void __launch_bounds__(kMaxRowThreads)
-    RotateInputs(const __grid_constant__ RotateParams params) {
-  extern __shared__ __align__(16) float row_memory[];
-  __shared__ float shared[kMaxRowThreads / 32];
-  WaitForPreviousKernel();
-  AllowNextKernel();
-  const uint32_t index = blockIdx.x / params.num_projections;
-  const uint32_t packed = params.rows.kind == RowKind::kDirect ? index * kGroupRows : index;
-  const uint32_t projection = blockIdx.x % params.num_projections;
-  const PackedRow row = params.rows.RowAt(packed);
-  if (row.route < 0) return;
-  const DeviceMatrix& matrix = params.rows.MatrixOf(row.segment, params.first_projection + projection);
-  const bool aligned = ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 7) == 0;
-  const RowBuffer buffer(row_memory, params.stored_channels);
-  float max_exponent = kNoExponent;
-#pragma unroll 4
-  for (uint32_t channel = 4 * threadIdx.x; channel < params.stored_channels; channel += 4 * blockDim.x) {
-    const uint32_t left = channel < params.channels ? params.channels - channel : 0;
-    const float4 v = LoadInput(params, row.token * params.x_stride + channel, aligned && left >= 4, left);
-    const float4 suh = LoadVector(matrix.suh + channel);
-    const ScaledBlock block = ScaleBlock(v.x * suh.x, v.y * suh.y, v.z * suh.z, v.w * suh.w);
-    max_exponent = fmaxf(max_exponent, buffer.PutRotated(channel, block));
-  }
-  const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
-  StoreOperands(buffer, params.stored_channels, max_exponent, OperandOf(matrix, params.row_class),
-                params.inputs + projection * params.projection_room + packed / kGroupRows * params.group_room,
-                packed % kGroupRows, params.exponents + factor, params.sums + factor, shared);
+template <bool kWide>
+__device__ __forceinline__ constexpr uint32_t EighthChannel(
+    uint32_t c) {  // of the lane's c-th eight channels
+  return kWide ? 32 * c : c / 2 * 64 + c % 2 * 8;
 }
-
-// Of kWide: a block takes one row and all of its projections, four lanes a block of 128 channels, and a row
-// stays in registers. Lane q of the four holds channels 32 c + 8 q .. + 7.
-inline uint32_t WideRowThreads(uint32_t stored_channels) { return (stored_channels / 32 + 31) / 32 * 32; }
 
 // What a block of 128 channels is multiplied with before fp32 sums are safe: ScaleBlock for four lanes.
 __device__ __forceinline__ int ScaleOfFour(float (&v)[32]) {
@@ -113,35 +74,79 @@ __device__ __forceinline__ int ScaleOfFour(float (&v)[32]) {
   return exponent;
 }
 
-template <uint32_t kThreads, uint32_t kBlocks>
+// Writes what a lane holds of a row, times `scale`. Returns the sum of it as rounded, where there is one.
+__device__ __forceinline__ float StoreWide(const float (&v)[32], float scale, bool mul1, bool there,
+                                           uint4* to, uint64_t quad_room, uint32_t q, uint32_t row_in_group) {
+  float sum = 0;
+#pragma unroll
+  for (uint32_t c = 0; c < 4; ++c) {
+    const float* from = v + 8 * c;
+    const uint4 piece = {
+        PackHalves(from[0] * scale, from[1] * scale), PackHalves(from[2] * scale, from[3] * scale),
+        PackHalves(from[4] * scale, from[5] * scale), PackHalves(from[6] * scale, from[7] * scale)};
+    if (mul1) sum += SumOfHalves(piece);
+    if (there) to[c / 2 * quad_room + ((c % 2 * 4 + q) ^ row_in_group)] = piece;
+  }
+  return sum;
+}
+__device__ __forceinline__ void StoreSplit(const float (&v)[32], float scale, bool there, uint4* to) {
+  const auto twice = [&](float value) { return PackHalves(value * scale, value * scale); };
+#pragma unroll
+  for (uint32_t quad = 0; quad < 2; ++quad) {
+#pragma unroll
+    for (uint32_t s = 0; s < 4; ++s) {
+      const float* from = v + 16 * quad + 2 * s;
+      if (there) to[(quad * 4 + s) * 32] = {twice(from[0]), twice(from[1]), twice(from[8]), twice(from[9])};
+    }
+  }
+}
+__device__ __forceinline__ float StorePair(const float (&v)[32], float scale, bool there, uint4* to) {
+  float sum = 0;
+#pragma unroll
+  for (uint32_t quad = 0; quad < 2; ++quad) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const float* from = v + 16 * quad + 4 * h;
+      const auto pack = [&](uint32_t i) { return PackHalves(from[i] * scale, from[i + 1] * scale); };
+      const uint4 piece = {pack(0), pack(8), pack(2), pack(10)};
+      sum += SumOfHalves(piece);
+      if (there) to[(quad * 2 + h) * 32] = piece;
+    }
+  }
+  return sum;
+}
+
+// A block takes one row and one out of gridDim.y projections: all of them where there are rows enough.
+template <bool kWide, uint32_t kThreads, uint32_t kBlocks>
 static __global__ void __launch_bounds__(kThreads, kBlocks)
-    RotateWide(const __grid_constant__ RotateParams params) {
+    RotateRows(const __grid_constant__ RotateParams params) {
   __shared__ float shared[2][kThreads / 32];
   WaitForPreviousKernel();
   AllowNextKernel();
-  const uint32_t packed = blockIdx.x;
+  const uint32_t packed = params.rows.kind == RowKind::kDirect ? blockIdx.x * kGroupRows : blockIdx.x;
   const PackedRow row = params.rows.RowAt(packed);
   if (row.route < 0) return;
   const uint32_t row_in_group = packed % kGroupRows;
   const uint32_t block = threadIdx.x / 4, q = threadIdx.x & 3;
-  const uint32_t first = block * kHadamardChannels + q * 8;
+  const uint32_t first = block * kHadamardChannels + FirstChannel<kWide>(q);
   const bool there = first < params.stored_channels;
-  const bool whole = params.type == Value::kBF16 && first + 96 + 8 <= params.channels &&
+  const bool whole = params.type == Value::kBF16 && first + EighthChannel<kWide>(3) + 8 <= params.channels &&
                      ((reinterpret_cast<uintptr_t>(params.x) | params.x_stride * 2) & 15) == 0;
-  for (uint32_t projection = 0; projection < params.num_projections; ++projection) {
+  for (uint32_t projection = blockIdx.y; projection < params.num_projections; projection += gridDim.y) {
     const DeviceMatrix& matrix = params.rows.MatrixOf(row.segment, params.first_projection + projection);
     float v[32] = {};
     if (there) {
       uint4 signs[4];
 #pragma unroll
-      for (uint32_t c = 0; c < 4; ++c)
-        signs[c] = __ldg(reinterpret_cast<const uint4*>(matrix.suh + first + 32 * c));
+      for (uint32_t c = 0; c < 4; ++c) {
+        signs[c] = __ldg(reinterpret_cast<const uint4*>(matrix.suh + first + EighthChannel<kWide>(c)));
+      }
       if (whole) {
-        const uint4* x = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(params.x) +
-                                                        row.token * params.x_stride + first);
+        const __nv_bfloat16* x =
+            static_cast<const __nv_bfloat16*>(params.x) + row.token * params.x_stride + first;
 #pragma unroll
         for (uint32_t c = 0; c < 4; ++c) {
-          const uint4 bits = x[4 * c];
+          const uint4 bits = *reinterpret_cast<const uint4*>(x + EighthChannel<kWide>(c));
           const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
           for (uint32_t i = 0; i < 4; ++i) {
@@ -152,7 +157,7 @@ static __global__ void __launch_bounds__(kThreads, kBlocks)
       } else {
 #pragma unroll
         for (uint32_t i = 0; i < 32; ++i) {
-          const uint32_t channel = first + i / 8 * 32 + i % 8;
+          const uint32_t channel = first + EighthChannel<kWide>(i / 8) + i % 8;
           if (channel < params.channels) {
             v[i] = LoadValue(params.type, params.x, row.token * params.x_stride + channel);
           }
@@ -177,21 +182,26 @@ static __global__ void __launch_bounds__(kThreads, kBlocks)
     const float max_exponent = ExponentOf(magnitude * kHadamardScale) + static_cast<float>(exponent);
     const int row_exponent = RowExponent(BlockMax(max_exponent, shared[0]));
     const float scale = kHadamardScale * SmallPowerOfTwo(min(max(exponent - row_exponent, -126), 127));
+    const Operand operand = OperandOf(matrix, params.row_class);
+    uint4* to = params.inputs + projection * params.projection_room;
     float sum = 0;
-    const bool mul1 = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
-    uint4* to = params.inputs + projection * params.projection_room + packed / kGroupRows * kWidePieces +
-                row_in_group * 8;
-#pragma unroll
-    for (uint32_t c = 0; c < 4; ++c) {
-      const float* from = v + 8 * c;
-      const uint4 piece = {
-          PackHalves(from[0] * scale, from[1] * scale), PackHalves(from[2] * scale, from[3] * scale),
-          PackHalves(from[4] * scale, from[5] * scale), PackHalves(from[6] * scale, from[7] * scale)};
-      if (mul1) sum += SumOfHalves(piece);
-      if (there) to[(block * 2 + c / 2) * params.group_room + ((c % 2 * 4 + q) ^ row_in_group)] = piece;
+    bool summed = operand == Operand::kPair;
+    if constexpr (kWide) {
+      summed = matrix.codebook == static_cast<uint32_t>(Codebook::kMul1);
+      sum =
+          StoreWide(v, scale, summed, there,
+                    to + packed / kGroupRows * kWidePieces + row_in_group * 8 + block * 2 * params.group_room,
+                    params.group_room, q, row_in_group);
+    } else {
+      to += packed / kGroupRows * params.group_room + row_in_group * 4 + q;
+      if (operand == Operand::kSplit) {
+        StoreSplit(v, scale, there, to + block * 2 * 4 * 32);
+      } else {
+        sum = StorePair(v, scale, there, to + block * 2 * 2 * 32);
+      }
     }
     const uint64_t factor = uint64_t{projection} * params.num_rows + packed;
-    if (mul1) {
+    if (summed) {
       const float all = BlockSum(sum, shared[1]);
       if (threadIdx.x == 0) params.sums[factor] = all;
     }
@@ -199,12 +209,17 @@ static __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// Rows of kWide: num_rows of them, one block each.
-inline cudaError_t LaunchRotateWide(const RotateParams& params, uint32_t rows, cudaStream_t stream,
-                                    bool dependent) {
-  const uint32_t threads = WideRowThreads(params.stored_channels);
-  if (threads <= 256) return Launch(RotateWide<256, 4>, dim3(rows), threads, 0, stream, dependent, params);
-  return Launch(RotateWide<768, 1>, dim3(rows), threads, 0, stream, dependent, params);
+// `rows` of them, one block each, or one for each projection.
+inline cudaError_t LaunchRotate(const RotateParams& params, uint32_t rows, cudaStream_t stream,
+                                bool dependent) {
+  const uint32_t threads = RowThreads(params.stored_channels);
+  const bool wide = params.row_class == RowClass::kWide;
+  const dim3 grid(rows, params.row_class == RowClass::kFew ? params.num_projections : 1);
+  const auto launch = [&](auto kernel) {
+    return Launch(kernel, grid, threads, 0, stream, dependent, params);
+  };
+  if (threads <= 256) return launch(wide ? RotateRows<true, 256, 4> : RotateRows<false, 256, 4>);
+  return launch(wide ? RotateRows<true, 768, 1> : RotateRows<false, 768, 1>);
 }
 
 // The first failed launch; later ones are skipped.
