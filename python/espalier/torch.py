@@ -12,9 +12,11 @@ gradients: an input that wants one is refused (UnsupportedError) unless gradient
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import weakref
+import zlib
 
 from . import _core
 from ._errors import DeviceError, GeometryError, UnsupportedError, UsageError
@@ -35,8 +37,16 @@ _ID_DTYPES = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def handle(package: _core.Experts | _core.Linear) -> int:
-    """A number that names a package to the operators, and keeps it, until release()."""
-    number = next(_numbers)
+    """A number that names a package to the operators, and keeps it, until release().
+
+    It holds the widths: torch keeps compiled graphs on disk, with the number in them, and a process that gives the same
+    count to a package of other widths must not find that graph.
+    """
+    if isinstance(package, _core.Linear):
+        widths = f"linear {package.in_channels} {package.out_channels}"
+    else:
+        widths = f"experts {package.hidden}"
+    number = zlib.crc32(widths.encode()) % (1 << 30) << 32 | next(_numbers)
     _packages[number] = package
     _plans[number] = {}
     return number
@@ -187,29 +197,79 @@ def _linear_fake(x, linear, mode="fast", out_dtype=None):
     return x.new_empty((*x.shape[:-1], out_channels), dtype=out_dtype or x.dtype)
 
 
-class Moe(torch.nn.Module):
-    """The routed experts of one layer. No parameters: the package stays out of the state_dict."""
+class PackageModule(torch.nn.Module):
+    """What Moe and Linear share: a package that goes where the module goes, and away with it.
 
-    def __init__(self, experts: _core.Experts, mode: str = "fast"):
+    handle: of the package, for the operators; it changes with the device. 0 before install().
+    mode: of the cpu executor.
+
+    No parameters: the package stays out of the state_dict. `.to(device)`, `.cuda()` and `.cpu()` copy it, a deep copy of
+    the module shares it. It cannot be pickled. Moving a module while another thread runs it is an error, as it is for
+    any module.
+    """
+
+    def __init__(self, package: _core.Experts | _core.Linear | None = None, mode: str = "fast"):
         super().__init__()
-        self.experts = handle(experts)
         self.mode = mode
-        weakref.finalize(self, release, self.experts).atexit = False
+        self.handle = 0
+        self._package = None
+        self._release = None
+        # Follows every way in which torch moves a module.
+        self.register_buffer("place", torch.empty(1, dtype=torch.uint8), persistent=False)
+        if package is not None:
+            self.install(package)
+
+    def install(self, package: _core.Experts | _core.Linear) -> None:
+        """Takes a package, in place of the one before, and goes to its device."""
+        self.place = torch.empty(1, dtype=torch.uint8, device=package.device)
+        forget = self._release
+        self._package = package
+        self.handle = handle(package)
+        self._release = weakref.finalize(self, release, self.handle)
+        self._release.atexit = False
+        if forget is not None:
+            forget()
+
+    @property
+    def package(self) -> _core.Experts | _core.Linear | None:
+        """What runs; None before install()."""
+        return self._package
+
+    def _apply(self, fn, *arguments, **options):
+        super()._apply(fn, *arguments, **options)
+        if self._package is not None:
+            if self.place.device.type == "meta":
+                raise UsageError(f"{self._package.identity} cannot be put on meta; legal: cpu, cuda")
+            if self.place.device != torch.device(self._package.device):
+                self.install(self._package.to(str(self.place.device)))
+        return self
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        own = {"handle": 0, "_package": None, "_release": None}
+        twin.__dict__.update({key: own[key] if key in own else copy.deepcopy(v, memo) for key, v in self.__dict__.items()})
+        if self._package is not None:
+            twin.install(self._package)
+        return twin
+
+    def __reduce_ex__(self, protocol):
+        raise UsageError(f"{type(self).__name__} cannot be pickled; load the checkpoint again instead")
+
+    def extra_repr(self) -> str:
+        return f"{self._package!r}, mode={self.mode!r}"
+
+
+class Moe(PackageModule):
+    """The routed experts of one layer."""
 
     def forward(self, x, topk_ids, topk_weights, expert_map=None, out_dtype=None):
         """x [M, hidden], topk_ids and topk_weights [M, top_k] -> [M, hidden]."""
-        return torch.ops.espalier.moe(x, topk_ids, topk_weights, self.experts, self.mode, expert_map, out_dtype)
+        return torch.ops.espalier.moe(x, topk_ids, topk_weights, self.handle, self.mode, expert_map, out_dtype)
 
 
-class Linear(torch.nn.Module):
-    """One EXL3 matrix. No parameters: the package stays out of the state_dict."""
-
-    def __init__(self, linear: _core.Linear, mode: str = "fast"):
-        super().__init__()
-        self.linear = handle(linear)
-        self.mode = mode
-        weakref.finalize(self, release, self.linear).atexit = False
+class Linear(PackageModule):
+    """One EXL3 matrix."""
 
     def forward(self, x, out_dtype=None):
         """x [..., in] -> [..., out]."""
-        return torch.ops.espalier.linear(x, self.linear, self.mode, out_dtype)
+        return torch.ops.espalier.linear(x, self.handle, self.mode, out_dtype)

@@ -187,7 +187,7 @@ def test_threads_may_call_at_once(experts):
 def test_a_module_has_no_state_and_lets_go(experts, linear):
     moe, projection = faces.Moe(experts), faces.Linear(linear)
     assert not moe.state_dict() and not projection.state_dict()
-    number = moe.experts
+    number = moe.handle
     del moe
     with pytest.raises(espalier.UsageError, match=f"handle {number} is unknown or was released"):
         torch.ops.espalier.moe(*tokens(1), number)
