@@ -82,8 +82,8 @@ def config(family, **changes):
     return getattr(transformers, f"{family}Config")(**{**_COMMON, **FAMILIES[family], **changes})
 
 
-def _is_matrix(name, tensor, routed_only):
-    if tensor.dim() != 2 or any(size % 128 for size in tensor.shape) or "indexer" in name:
+def _is_matrix(name, tensor, routed_only, padded):
+    if tensor.dim() != 2 or "indexer" in name or (not padded and any(size % 128 for size in tensor.shape)):
         return False
     if re.search(r"\.experts\.\d+\.", name):
         return True
@@ -92,7 +92,7 @@ def _is_matrix(name, tensor, routed_only):
 
 def _encoded(name, tensor, random):
     """Random codes: any are legal. Vectors that give the decoded matrix the size of a trained one."""
-    out_channels, in_channels = tensor.shape
+    out_channels, in_channels = (-(-size // 128) * 128 for size in tensor.shape)
     bits = int(random.integers(2, 7))
     signs = lambda size: random.choice([-1.0, 1.0], size)  # noqa: E731
     suh = signs(in_channels) * random.uniform(0.5, 1.5, in_channels)
@@ -111,19 +111,14 @@ def _encoded(name, tensor, random):
 
 def save(folder, tensors, settings):
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def make(folder, settings, routed_only=False, seed=1, change=lambda tensors: None):
-    """Writes folder/exl3 and folder/plain; returns the two. change: of the EXL3 tensors, in place.
-
-    Names are those that transformers itself gives a saved checkpoint of the family.
-    """
+def _saved(folder, settings, seed=1):
+    """Tensors and config of a random model, as transformers itself names them in a checkpoint of the family."""
     torch.manual_seed(seed)
-    random = numpy.random.default_rng(seed)
     model = transformers.AutoModelForCausalLM.from_config(settings)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and ("bias" in name or "norm" in name):
@@ -132,12 +127,23 @@ def make(folder, settings, routed_only=False, seed=1, change=lambda tensors: Non
     stored = safetensors.torch.load_file(folder / "saved" / "model.safetensors")
     stored_settings = json.loads((folder / "saved" / "config.json").read_text())
     shutil.rmtree(folder / "saved")
+    return stored, stored_settings
+
+
+def make(folder, settings, routed_only=False, padded=False, change=lambda tensors: None):
+    """Writes folder/exl3 and folder/plain; returns the two.
+
+    routed_only: dense matrices stay plain. padded: matrices of any size, padded to 128. change: of the EXL3 tensors, in
+    place.
+    """
+    random = numpy.random.default_rng(1)
+    stored, stored_settings = _saved(folder, settings)
     if "lm_head.weight" not in stored and not routed_only:
         stored["lm_head.weight"] = torch.empty(VOCAB, HIDDEN)  # a tied head is stored as a matrix of its own
 
     exl3, matrices = {}, []
     for name, tensor in stored.items():
-        if _is_matrix(name, tensor, routed_only):
+        if _is_matrix(name, tensor, routed_only, padded):
             exl3 |= _encoded(name, tensor, random)
             matrices.append(name)
             if f"{name.removesuffix('weight')}bias" in stored:
@@ -155,7 +161,40 @@ def make(folder, settings, routed_only=False, seed=1, change=lambda tensors: Non
     plain = dict(stored)
     for name in matrices:
         if name.removesuffix("weight") + "trellis" in exl3:
-            plain[name] = torch.from_dlpack(checkpoint.matrix(name.removesuffix(".weight"))).T
+            out_channels, in_channels = stored[name].shape
+            decoded = torch.from_dlpack(checkpoint.matrix(name.removesuffix(".weight"))).T
+            plain[name] = decoded[:out_channels, :in_channels]
     untied = {"tie_word_embeddings": False} if "lm_head.weight" in matrices else {}
     save(folder / "plain", plain, {**stored_settings, **untied})
     return folder / "exl3", folder / "plain"
+
+
+def _decoded(checkpoint, name):
+    """[in, out]; the slices of a rank-sliced matrix side by side on its intermediate axis."""
+    slices = checkpoint.layers[0].slices
+    names = [name] if slices == 1 else [f"{name}.rank{rank}" for rank in range(slices)]
+    parts = [torch.from_dlpack(checkpoint.matrix(part)) for part in names]
+    return torch.cat(parts, 0 if name.endswith("down_proj") else 1)
+
+
+def around(folder, fixture, settings):
+    """A model around the experts of a fixture: everything else plain and random. Returns as make()."""
+    stored, stored_settings = _saved(folder, settings)
+    described = json.loads((fixture / "config.json").read_text())
+    routed = re.compile(r"\.experts\.\d+\.")
+    dense = {name: tensor for name, tensor in stored.items() if not routed.search(name)}
+    kept = {key: described[key] for key in ("quantization_config", "hybrid_tr3_tail") if key in described}
+    exl3 = folder / "exl3"
+    shutil.copytree(fixture, exl3, ignore=shutil.ignore_patterns("*.index.json", "model*.safetensors"))
+    for file in fixture.glob("model*.safetensors"):
+        dense |= safetensors.torch.load_file(file)
+    save(exl3, dense, {**stored_settings, **kept})
+
+    checkpoint = espalier.Checkpoint(exl3)
+    plain = {}
+    for name, tensor in stored.items():
+        if routed.search(name):
+            tensor = _decoded(checkpoint, name.removesuffix(".weight")).T
+        plain[name] = tensor
+    save(folder / "plain", plain, stored_settings)
+    return exl3, folder / "plain"

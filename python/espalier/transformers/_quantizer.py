@@ -30,7 +30,7 @@ from espalier.transformers._names import Names
 logger = logging.get_logger(__name__)
 
 # Tensors of EXL3 matrices, which transformers need not know.
-_PARTS = re.compile(r"\.(trellis|suh|svh|su|sv|mcg|mul1)(\.rank\d+)?$|\.experts\.(\d+\..*\.rank\d+|\D)")
+_PARTS = re.compile(r"\.(trellis|(\w+_)?(suh|svh)|su|sv|mcg|mul1)$")
 _LOADED = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL"}  # types whose tensors are what they say
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
