@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a served model gives its users: tokens a second at 1, 4 and 8 requests, time to the first token, perplexity.
+"""What users get from an engine: tokens a second at 1, 4 and 8 requests, time to the first token, perplexity.
 
     VENV/bin/python bench/serve_bench.py > serve.json                        the bundled model in `vllm serve`
+    VENV/bin/python bench/serve_bench.py --engine transformers --mode exact  the same in transformers, in this process
     VENV/bin/python bench/serve_bench.py --vllm-arguments "--enforce-eager --dtype float32"
 
-Starts a server of its own on a free port of 127.0.0.1 and stops it in any case. Requests are streamed, all at once,
-each with another part of the text as its prompt; a round that is not timed comes first. JSON with all raw samples on
-stdout, the table on stderr.
+The perplexity comes first: a bundled model that gives another than it should is not timed. All requests of a round start at
+once, each with another part of the text as its prompt; a round that is not timed comes first. For vLLM a server of its own
+runs on a free port of 127.0.0.1, streams, and is stopped in any case; in transformers a round is one batch. JSON with all
+raw samples on stdout, the table on stderr.
 """
 
 import argparse
@@ -31,6 +33,9 @@ from importlib.metadata import PackageNotFoundError, version
 ROOT = pathlib.Path(__file__).parents[1]
 WINDOW = 256  # tokens, as everywhere in this project
 START_SECONDS = 600
+BUNDLED = ROOT / "data" / "tiny-qwen3moe-exl3-mixed"
+BUNDLED_PERPLEXITY, PERPLEXITY_BOUND = 38.11, 0.05
+BUNDLED_PREDICTIONS = 77 * WINDOW
 
 
 class Vllm:
@@ -39,8 +44,11 @@ class Vllm:
     name = "vllm"
     packages = ("vllm", "torch", "espalier")
 
-    def __init__(self, model, arguments):
-        self.model, self.arguments = model, arguments
+    def __init__(self, options):
+        self.model, self.arguments = options.model, shlex.split(options.vllm_arguments)
+        if options.mode:
+            # Inherited by the server.
+            os.environ["ESPALIER_MODE"] = options.mode
 
     def __enter__(self):
         with socket.socket() as listener:
@@ -85,21 +93,87 @@ class Vllm:
         with self._post("tokenize", prompt=text) as answer:
             return json.load(answer)["tokens"]
 
-    def generate(self, prompt, tokens):
-        """Continues a prompt of token ids by exactly so many tokens. (seconds to the first, seconds in all)."""
+    def generate(self, prompts, tokens):
+        """Continues prompts of token ids, all at once, by exactly so many tokens. Seconds to the first token of each."""
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self._generate, prompts, [tokens] * len(prompts)))
+
+    def _generate(self, prompt, tokens):
         options = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         begin, first = time.perf_counter(), None
         with self._post("v1/completions", prompt=prompt, **options) as answer:
             for line in answer:
                 if first is None and line.startswith(b"data: {"):
                     first = time.perf_counter() - begin
-        return first, time.perf_counter() - begin
+        return first
 
-    def nats(self, window):
-        """The sum of -log p over all tokens of a window but the first."""
+    def nats(self, windows):
+        """The sum of -log p over all tokens of the windows but the first of each."""
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            return sum(pool.map(self._nats, windows))
+
+    def _nats(self, window):
         with self._post("v1/completions", prompt=window, max_tokens=1, temperature=0, prompt_logprobs=0) as answer:
             scored = json.load(answer)["choices"][0]["prompt_logprobs"]
         return -sum(row[str(token)]["logprob"] for token, row in list(zip(window, scored))[1:])
+
+
+class Transformers:
+    """`generate()` of a model in this process."""
+
+    name = "transformers"
+    packages = ("transformers", "torch", "espalier")
+
+    def __init__(self, options):
+        import torch
+        import transformers
+
+        from espalier.transformers import Exl3Config
+
+        transformers.utils.logging.disable_progress_bar()
+        self.torch = torch
+        self.command = shlex.join(sys.argv)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model, dtype=options.dtype, quantization_config=Exl3Config(mode=options.mode)
+        ).to(options.device)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def tokenize(self, text):
+        return self.tokenizer(text).input_ids
+
+    def generate(self, prompts, tokens):
+        ids = self.torch.tensor(prompts, device=self.model.device)
+        begin, first = time.perf_counter(), []
+
+        def note(seen, _scores, **_options):
+            """Asked after every token whether to stop."""
+            if not first:
+                seen[:, -1].tolist()  # is there
+                first.append(time.perf_counter() - begin)
+            return self.torch.zeros(len(seen), dtype=self.torch.bool, device=seen.device)
+
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "stopping_criteria": [note]}
+        answer = self.model.generate(ids, attention_mask=self.torch.ones_like(ids), **options).tolist()
+        assert all(len(row) == len(prompt) + tokens for row, prompt in zip(answer, prompts))
+        return first * len(prompts)
+
+    def nats(self, windows):
+        total = 0.0
+        for window in windows:
+            ids = self.torch.tensor([window], device=self.model.device)
+            with self.torch.no_grad():
+                logits = self.model(ids).logits[0, :-1].double()
+            total -= self.torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None]).sum().item()
+        return total
+
+
+ENGINES = {engine.name: engine for engine in (Vllm, Transformers)}
 
 
 def measure(engine, text, requests, options):
@@ -107,15 +181,14 @@ def measure(engine, text, requests, options):
     span = options.prompt_tokens
     prompts = [text[i * span : (i + 1) * span] for i in range(requests * (options.samples + 1))]
     samples, firsts = [], []
-    with concurrent.futures.ThreadPoolExecutor(requests) as pool:
-        for sample in range(options.samples + 1):
-            batch = prompts[sample * requests : (sample + 1) * requests]
-            begin = time.perf_counter()
-            done = list(pool.map(engine.generate, batch, [options.tokens] * requests))
-            seconds = time.perf_counter() - begin
-            if sample > 0:
-                samples.append(requests * options.tokens / seconds)
-                firsts += [first for first, _ in done]
+    for sample in range(options.samples + 1):
+        batch = prompts[sample * requests : (sample + 1) * requests]
+        begin = time.perf_counter()
+        done = engine.generate(batch, options.tokens)
+        seconds = time.perf_counter() - begin
+        if sample > 0:
+            samples.append(requests * options.tokens / seconds)
+            firsts += done
     row = {
         "requests": requests,
         "prompt_tokens": span,
@@ -126,7 +199,7 @@ def measure(engine, text, requests, options):
         "first_token_seconds_samples": firsts,
     }
     print(
-        f"{engine.name:<6} {requests:>8} {row['tokens_per_second']:>10.1f} {row['first_token_seconds'] * 1e3:>12.1f}",
+        f"{engine.name:<12} {requests:>8} {row['tokens_per_second']:>10.1f} {row['first_token_seconds'] * 1e3:>12.1f}",
         file=sys.stderr,
     )
     return row
@@ -134,10 +207,9 @@ def measure(engine, text, requests, options):
 
 def perplexity(engine, text, windows):
     count = min(windows, (len(text) - 1) // WINDOW)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        nats = sum(pool.map(engine.nats, (text[w * WINDOW : (w + 1) * WINDOW + 1] for w in range(count))))
+    nats = engine.nats([text[w * WINDOW : (w + 1) * WINDOW + 1] for w in range(count)])
     value = math.exp(nats / (count * WINDOW))
-    print(f"{engine.name:<6} perplexity {value:.3f} over {count * WINDOW} predictions", file=sys.stderr)
+    print(f"{engine.name:<12} perplexity {value:.3f} over {count * WINDOW} predictions", file=sys.stderr)
     return {"perplexity": value, "predictions": count * WINDOW}
 
 
@@ -149,35 +221,59 @@ def versions(packages):
     return found
 
 
+def processor():
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
+
+
+def commit():
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "data" / "tiny-qwen3moe-exl3-mixed")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--model", type=pathlib.Path, default=BUNDLED)
     parser.add_argument("--text", type=pathlib.Path, default=ROOT / "data" / "heldout.txt")
     parser.add_argument("--requests", default="1,4,8", help="how many at once")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128, help="to generate for each request")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--windows", type=int, default=65536, help="measure the perplexity of no more, 0 = none")
+    parser.add_argument("--mode", choices=("exact", "fast", "int8"), help="of the CPU")
+    parser.add_argument("--dtype", default="auto", help="of the model in transformers; vLLM has --vllm-arguments")
+    parser.add_argument("--device", default="cpu", help="of the model in transformers")
     parser.add_argument("--vllm-arguments", default="--kv-cache-memory-bytes 1073741824", help="for vllm serve")
     options = parser.parse_args()
-    with Vllm(options.model, shlex.split(options.vllm_arguments)) as engine:
+    with ENGINES[options.engine](options) as engine:
         text = engine.tokenize(options.text.read_text())
-        print(f"{'engine':<6} {'requests':>8} {'tokens/s':>10} {'first ms':>12}", file=sys.stderr)
+        found = perplexity(engine, text, options.windows) if options.windows else None
+        if found and options.model == BUNDLED and found["predictions"] == BUNDLED_PREDICTIONS:
+            if abs(found["perplexity"] - BUNDLED_PERPLEXITY) > PERPLEXITY_BOUND:
+                sys.exit(f"serve_bench: the perplexity should be {BUNDLED_PERPLEXITY}; nothing is timed")
+        print(f"{'engine':<12} {'requests':>8} {'tokens/s':>10} {'first ms':>12}", file=sys.stderr)
         rows = [measure(engine, text, int(requests), options) for requests in options.requests.split(",")]
         report = {
             "schema": "espalier.serve_bench/1",
             "provenance": {
                 "command": engine.command,
                 "environment": {"ESPALIER_MODE": os.environ.get("ESPALIER_MODE")},
-                "processor": platform.processor() or platform.machine(),
+                "commit": commit(),
+                "processor": processor(),
                 "cores": len(os.sched_getaffinity(0)),
                 "versions": versions(engine.packages),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
             "results": [{"engine": engine.name, **row} for row in rows],
         }
-        if options.windows:
-            report["perplexity"] = {"engine": engine.name, **perplexity(engine, text, options.windows)}
+        if found:
+            report["perplexity"] = {"engine": engine.name, **found}
     json.dump(report, sys.stdout, indent=1)
     print()
 

@@ -118,7 +118,7 @@ vllm_environment() {
 
 vllm_tests() {
   ESPALIER_TINY_LM=$PWD/build/dev/tiny_lm \
-    build/vllm/bin/python -m pytest -q tests/python/test_torch.py tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
+    build/vllm/bin/python -m pytest -q tests/python/test_torch.py tests/python/test_transformers.py tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
 }
 
 # Neither the driver nor the runtime may be asked for at the start, and the CPU must do what it always does.

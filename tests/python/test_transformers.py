@@ -148,6 +148,21 @@ def test_the_documented_example():
     assert done.stdout == text.split("```text\n")[1].split("```")[0]
 
 
+def test_the_benchmark_measures():
+    arguments = ["--engine", "transformers", "--requests", "1,2", "--samples", "1", "--tokens", "8", "--windows", "4"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench" / "serve_bench.py", *arguments, "--mode", "exact"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert [row["requests"] for row in report["results"]] == [1, 2]
+    for row in report["results"]:
+        assert row["tokens_per_second"] > 0 and 0 < row["first_token_seconds"] < 300
+    assert report["perplexity"]["predictions"] == 1024
+    assert report["perplexity"]["perplexity"] == pytest.approx(28.67, abs=0.3)  # of the first 4 windows
+
+
 def test_compiled_is_eager(tiny):
     torch._dynamo.reset()
     compiled = torch.compile(tiny.model, backend="aot_eager", dynamic=True, fullgraph=True)

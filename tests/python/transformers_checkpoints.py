@@ -74,6 +74,16 @@ FAMILIES = {
     "MiniMax": {**_HEADS, "num_local_experts": EXPERTS, "layer_types": ["full_attention"] * 3},
     "Olmoe": {"num_experts": EXPERTS},
     "Dots1": {**_HEADS, **{k: v for k, v in _DEEPSEEK.items() if "_" in k and "rank" not in k and "head" not in k}},
+    # Experts without gate, relu2.
+    "NemotronH": {
+        **_HEADS,
+        "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "layers_block_type": ["moe", "attention", "moe"],
+    },
     "Ernie4_5_Moe": {"moe_num_experts": EXPERTS, "moe_k": TOP_K, "moe_intermediate_size": 128, "moe_num_shared_experts": 1},
 }
 
