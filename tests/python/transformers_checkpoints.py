@@ -84,7 +84,12 @@ FAMILIES = {
         "topk_group": 1,
         "layers_block_type": ["moe", "attention", "moe"],
     },
-    "Ernie4_5_Moe": {"moe_num_experts": EXPERTS, "moe_k": TOP_K, "moe_intermediate_size": 128, "moe_num_shared_experts": 1},
+    "Ernie4_5_Moe": {
+        "moe_num_experts": EXPERTS,
+        "moe_k": TOP_K,
+        "moe_intermediate_size": 128,
+        "moe_num_shared_experts": 1,
+    },
 }
 
 
@@ -157,7 +162,9 @@ def make(folder, settings, routed_only=False, padded=False, change=lambda tensor
             exl3 |= _encoded(name, tensor, random)
             matrices.append(name)
             if f"{name.removesuffix('weight')}bias" in stored:
-                stored[f"{name.removesuffix('weight')}bias"] = stored[f"{name.removesuffix('weight')}bias"].half().float()
+                stored[f"{name.removesuffix('weight')}bias"] = (
+                    stored[f"{name.removesuffix('weight')}bias"].half().float()
+                )
         else:
             exl3[name] = tensor
     for name in matrices:

@@ -92,7 +92,7 @@ def activation_name(experts: Any, stored: str | None) -> str:
             return "relu2"
     function = type(getattr(experts, "act_fn", None)).__name__
     raise espalier.UnsupportedError(
-        f"the activation of {type(experts).__name__} ({function}, {'with' if experts.has_gate else 'without'} gate) is not "
-        "one that Espalier has; legal: silu, gelu(tanh), situ, swiglu-oai, the first two and the last with a limit, "
+        f"the activation of {type(experts).__name__} ({function}, {'with' if experts.has_gate else 'without'} gate) is "
+        "not one that Espalier has; legal: silu, gelu(tanh), situ, swiglu-oai, all but situ with a limit, "
         "and relu2 without gate"
     )

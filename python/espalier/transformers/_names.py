@@ -23,7 +23,7 @@ class Names:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def targets(self, stored: str) -> tuple[list[str], bool]:
-        """The names in the model that a tensor of the file is part of, and whether it is joined with or cut from others."""
+        """The names in the model that a tensor of the file is part of, and whether it is joined with others or cut."""
         key, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self.state)
         if key not in self.state and stored in self.state:
             key, pattern = rename_source_key(stored, [], [], self._prefix, self.state)

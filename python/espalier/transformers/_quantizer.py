@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizer that transformers asks while it loads a model.
 
-    before the weights   the checkpoint is opened; experts and linear layers that it stores as EXL3 give way to modules of
-                         ours, without ever getting memory; everything that can be refused is refused
-    transformers         loads what is left, and decides which module goes to which device
-    after the weights    each package is read from the checkpoint straight to the device of its module
+before the weights   the checkpoint is opened; experts and linear layers that it stores as EXL3 give way to modules of
+                     ours, without ever getting memory; everything that can be refused is refused
+transformers         loads what is left, and decides which module goes to which device
+after the weights    each package is read from the checkpoint straight to the device of its module
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Exl3Quantizer(HfQuantizer):
 
     def __init__(self, quantization_config: Exl3Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        # With True, transformers takes renamed plain tensors for parts of a quantized one, and leaves them in their stored
-        # type whatever dtype was asked for.
+        # With True, transformers takes renamed plain tensors for parts of a quantized one, and leaves them in their
+        # stored type whatever dtype was asked for.
         self.pre_quantized = False
         self.mode = quantization_config.chosen_mode()
         self._model: Any = None
@@ -89,8 +89,8 @@ class Exl3Quantizer(HfQuantizer):
     def update_tp_plan(self, config: Any) -> Any:
         if getattr(config, "distributed_config", None) is not None:
             raise espalier.UnsupportedError(
-                "tensor, expert or data parallel loading of EXL3 checkpoints in transformers (tp_plan, distributed_config); "
-                "legal: one process, device_map; espalier.vllm has ranks"
+                "tensor, expert or data parallel loading of EXL3 checkpoints in transformers (tp_plan, "
+                "distributed_config); legal: one process, device_map; espalier.vllm has ranks"
             )
         return config
 
@@ -167,7 +167,9 @@ class Exl3Quantizer(HfQuantizer):
             package = espalier.prepare(checkpoint, position, device=str(device), activation=activation)
             for segment in package.segments:
                 if any(matrix is not None and matrix.has_bias for matrix in (segment.gate, segment.up, segment.down)):
-                    raise espalier.UnsupportedError(f"{where}: expert {segment.expert} has a bias that the model has not")
+                    raise espalier.UnsupportedError(
+                        f"{where}: expert {segment.expert} has a bias that the model has not"
+                    )
             return package
 
         size = checkpoint.extents().layers[position].ranks[0].weight_bytes
@@ -226,13 +228,16 @@ class Exl3Quantizer(HfQuantizer):
             found.update(here)
             if here and info.dtype not in _LOADED:
                 raise espalier.UnsupportedError(
-                    f"{stored} is {info.dtype}: quantized in a way that is not EXL3; legal: {', '.join(sorted(_LOADED))}"
+                    f"{stored} is {info.dtype}: quantized in a way that is not EXL3; "
+                    f"legal: {', '.join(sorted(_LOADED))}"
                 )
         optional = model._keys_to_ignore_on_load_missing or ()
         missing = [
             key
             for key in names.state
-            if key not in found and key not in model.all_tied_weights_keys and not any(re.search(p, key) for p in optional)
+            if key not in found
+            and key not in model.all_tied_weights_keys
+            and not any(re.search(p, key) for p in optional)
         ]
         if missing:
             raise espalier.FormatError(
