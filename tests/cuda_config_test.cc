@@ -112,6 +112,23 @@ TEST(CudaConfigTest, SumsAreCutEvenlyAndFillTheMachine) {
   EXPECT_EQ(glm.splits, 1u);
 }
 
+// FC2 of few rows: twice the channels a unit where that leaves enough units and the width allows it.
+TEST(CudaConfigTest, UnitsOfFewRowsFitTheirNumber) {
+  const MoeConfig glm = ConfigureMoe(TableOf(256, 6144, 512), {.max_tokens = 4096, .top_k = 8}).value();
+  EXPECT_EQ(PlanMoePass(glm, 8, 2, 90).finish_channels, 128u);
+  EXPECT_EQ(PlanMoePass(glm, 16, 2, 90).finish_channels, 256u);
+  EXPECT_EQ(PlanMoePass(glm, 1024, 2, 90).finish_channels, 256u);
+  const MoePass many = PlanMoePass(glm, 1025, 2, 80);
+  EXPECT_EQ(many.row_class, RowClass::kMany);
+  EXPECT_EQ(many.finish_channels, 128u);
+  const MoeConfig odd = ConfigureMoe(TableOf(256, 6144 + 128, 512), {.max_tokens = 64, .top_k = 8}).value();
+  EXPECT_EQ(PlanMoePass(odd, 512, 2, 90).finish_channels, 128u);
+  // Units of FC1 whose last turn would be a good part of the whole are halved.
+  EXPECT_EQ(PlanMoePass(glm, 32, 2, 90).sums.block_channels, 128u);
+  EXPECT_EQ(PlanMoePass(glm, 64, 2, 90).sums.block_channels, 64u);
+  EXPECT_EQ(PlanMoePass(glm, 512, 2, 90).sums.block_channels, 128u);
+}
+
 TEST(CudaConfigTest, ArraysLieApartInsideTheWorkspace) {
   for (const uint64_t tokens : {0, 1, 2, 33, 512, 65536}) {
     SCOPED_TRACE(tokens);

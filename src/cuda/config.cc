@@ -65,8 +65,8 @@ SumsPlan PlanSums(RowClass row_class, uint64_t tiles, uint32_t projections, uint
       units() <= kFewTurns * kEnoughUnits) {
     plan.block_channels = 64;
   }
-  // A warp keeps at least four steps of 64 channels; the warps of a unit of 32 output channels share them by
-  // four.
+  // A warp keeps at least four quads: eight warps share a unit of 32 output channels, and two output tiles a
+  // warp (few) mean half the input channels each.
   const uint32_t max_splits = std::min(kMaxSplits, in_channels / (4 * 4 * 64));
   while (units() < kEnoughUnits && plan.splits * 2 <= max_splits) plan.splits *= 2;
   return plan;
