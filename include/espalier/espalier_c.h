@@ -45,7 +45,7 @@ enum espalier_status {
   ESPALIER_USAGE = 2,        // the caller asked for something that has no meaning
   ESPALIER_IO = 3,           // a path is missing, or could not be read
   ESPALIER_FORMAT = 4,       // the bytes break a rule of their format
-  ESPALIER_UNSUPPORTED = 5,  // well-formed, but not implemented in this build
+  ESPALIER_UNSUPPORTED = 5,  // well-formed, but a feature that this build lacks
   ESPALIER_GEOMETRY = 6,     // sizes that do not fit each other
   ESPALIER_CAPACITY = 7,     // more than a plan, a buffer or the memory holds
   ESPALIER_DEVICE = 8        // a device is absent or failed
