@@ -76,7 +76,7 @@ def _dtype_name(what: str, dtype: torch.dtype, legal: dict[torch.dtype, str] = _
 def _plan(number: int, package: _core.Experts | _core.Linear, rows: int, **options: object):
     """The cached plan with the next power of two as its capacity."""
     capacity = min(max(_MIN_ROWS, 1 << max(rows - 1, 0).bit_length()), _MAX_ROWS)
-    plans = _plans[number]
+    plans = _plans.get(number, {})  # another thread may have released it since it was found
     key = (capacity, *options.values())
     if key not in plans:
         plans[key] = _core.plan(package, max_tokens=capacity, **options)

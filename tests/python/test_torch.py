@@ -195,6 +195,20 @@ def test_a_module_has_no_state_and_lets_go(experts, linear):
         faces.release(number)
 
 
+def test_a_call_in_progress_outlives_the_release(experts, monkeypatch):
+    number, find = faces.handle(experts), faces._find
+    expected = torch.ops.espalier.moe(*tokens(3), number)
+
+    def release_then_go_on(*args):
+        package = find(*args)
+        faces.release(number)
+        return package
+
+    monkeypatch.setattr(faces, "_find", release_then_go_on)
+    assert torch.equal(torch.ops.espalier.moe(*tokens(3), number), expected)
+    assert number not in faces._packages and number not in faces._plans
+
+
 def refused(error, text, call):
     with pytest.raises(error, match=text):
         call()
