@@ -57,6 +57,7 @@ stage() {
     cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
     cp bench/torch_grouped.py scripts/gpu_suite.sh "$folder/" || return
   if [[ -n $python ]]; then stage_faces "$python" "$build" "$folder" || return; fi
+  tar -C "$folder" -czf "$folder/programs.tar.gz" bin lib && rm -r "${folder:?}"/{bin,lib} || return
   local mib
   mib=$(du -sm "$folder" | cut -f1)
   echo "$folder: $mib MiB of at most $limit_mib"
@@ -220,6 +221,7 @@ run() {
   results=${1:-${OUT:-$PWD/results}}
   mkdir -p "$results" && results=$(cd "$results" && pwd) || return 2
   cd "$here" || return 2
+  if [[ ! -d bin ]]; then tar -xzf programs.tar.gz || return 2; fi
   export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   step doctor 30 bin/espalier doctor
   if ((!only_faces)); then
