@@ -303,9 +303,16 @@ def test_other_layouts_with_plain_dense_layers(tmp_path, layout):
     assert rel_l2(expected, logits(load(exl3), some_ids())) <= 1e-5
 
 
-def test_a_container_with_plain_dense_layers(tmp_path):
-    settings = checkpoints.config("Qwen3Moe", num_experts=3, moe_intermediate_size=768)
-    exl3, plain = checkpoints.around(tmp_path, FIXTURES / "v1-k3", settings)
+CONTAINERS = {
+    "v1-k3": {"moe_intermediate_size": 768},
+    "v1-k2-per-expert": {"moe_intermediate_size": 512, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_with_plain_dense_layers(tmp_path, container):
+    settings = checkpoints.config("Qwen3Moe", num_experts=3, **CONTAINERS[container])
+    exl3, plain = checkpoints.around(tmp_path, FIXTURES / container, settings)
     expected = logits(load_plain(plain), some_ids())
     assert rel_l2(expected, logits(load(exl3), some_ids())) <= 1e-5
 
@@ -454,6 +461,14 @@ def test_a_bias_is_refused_where_the_model_has_none(tmp_path):
 
     text = "expert 3 has a bias that the model has not"
     refuse(tmp_path / "expert", espalier.UnsupportedError, text, change=add_to_an_expert)
+
+
+@pytest.mark.parametrize("container", ["v1-coupled", "v1-lut-fp16"])
+def test_containers_that_are_not_executed_are_refused_by_name(tmp_path, container):
+    stored, settings = checkpoints.saved(tmp_path, checkpoints.config("Qwen3Moe", num_experts=3))
+    checkpoints.wrap(tmp_path / "exl3", FIXTURES / container, stored, settings)
+    with pytest.raises(espalier.UnsupportedError, match="codebook: 'lut_.*' is not executed yet"):
+        load(tmp_path / "exl3")
 
 
 def test_experts_with_biases_are_refused_by_name(tmp_path):

@@ -26,6 +26,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHECKPOINT = ROOT / "data" / "tiny-qwen3moe-exl3-mixed"
+FIXTURES = ROOT / "tests" / "data" / "fixtures"
 CHOICE = os.environ.get("ESPALIER_TEST_VLLM", "")
 # vLLM reads its own settings from files of the user and counts uses; neither is a test's business.
 CLEAN = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -417,6 +418,85 @@ def error(y, expected):
 
 
 BF16_ERROR = 1e-2  # a rounding of y, and the operands of mode fast
+
+
+# Every layout: the fixture, position of the layer, what vLLM says of its activation.
+SITU = {"activation": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+LAYOUTS = [
+    ("stock-qwen3", 0, {}),
+    ("stock-mixtral", 1, {}),
+    ("stock-deepseek-padded", 0, {}),
+    ("stock-legacy-signs", 0, {}),
+    ("stock-situ", 0, SITU),
+    ("rs-per-expert", 1, {}),
+    ("rs-shared-h", 0, {}),
+    ("rs-r7", 1, {}),
+    ("v1-k2-per-expert", 0, {}),
+    ("v1-k3", 1, {}),
+]
+
+
+def fixture_layer(vllm_config, name, position=0, **options):
+    """An experts layer of vLLM for a layer of a fixture, and what the checkpoint says of it."""
+    from espalier.vllm.config import Exl3Config
+
+    quant_config = Exl3Config()
+    quant_config.maybe_update_config(str(FIXTURES / name))
+    info = quant_config._open().layers[position]
+    sizes = {"num_experts": info.experts, "hidden_size": info.hidden, "intermediate_size": info.intermediate}
+    prefix = f"{info.prefix}.{info.number}.mlp.experts"
+    options = {"quant_config": quant_config, "top_k": 2, **sizes, **options}
+    return experts_layer(vllm_config, prefix, **options).routed_experts, info
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("name", "position", "activation"), LAYOUTS)
+def test_every_layout_computes_what_the_oracle_does(vllm_config, name, position, activation, ranks):
+    import dataclasses
+
+    import torch
+
+    import espalier
+    from espalier.vllm.experts import Exl3ExpertsMethod
+
+    package = espalier.prepare(espalier.Checkpoint(FIXTURES / name), position)
+    plan = espalier.plan(package, max_tokens=7, top_k=2, executor="reference")
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(7, package.hidden, generator=random).bfloat16()
+    ids = torch.randint(-1, package.experts, (7, 2), generator=random, dtype=torch.int32)
+    weights = torch.rand(7, 2, generator=random, dtype=torch.float32)
+    expected = torch.from_dlpack(espalier.run(plan, package, x.float(), ids, weights)).float()
+    total = torch.zeros_like(expected)
+    for rank in range(ranks):
+        layer, info = fixture_layer(vllm_config, name, position, **activation)
+        parallel = layer.moe_config.moe_parallel_config
+        layer.moe_config.moe_parallel_config = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
+        opened, prefix = layer.quant_method.opened, layer.quant_method.prefix
+        method = Exl3ExpertsMethod(layer, opened, position, prefix, "exact")
+        method.create_weights(layer, info.experts, info.hidden, -(-info.intermediate // ranks), torch.bfloat16)
+        method.process_weights_after_loading(layer)
+        total += method.apply(layer, x, weights, ids, None, None).float()
+    assert error(total, expected) < BF16_ERROR
+
+
+@needs_vllm
+def test_experts_with_biases_are_refused_by_name(vllm_config):
+    import espalier
+
+    layer, _ = fixture_layer(vllm_config, "stock-bias")
+    text = r"model\.layers\.0\.mlp\.experts: .*stock-bias has biases of experts"
+    with pytest.raises(espalier.UnsupportedError, match=text):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["v1-coupled", "v1-lut-fp16"])
+def test_containers_that_are_not_executed_are_refused_by_name(vllm_config, name):
+    import espalier
+
+    with pytest.raises(espalier.UnsupportedError, match="codebook: 'lut_.*' is not executed yet"):
+        fixture_layer(vllm_config, name)
 
 
 @needs_vllm
