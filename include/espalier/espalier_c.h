@@ -161,6 +161,17 @@ typedef struct espalier_gpu_info {
 // ESPALIER_DEVICE, with the reason, where there is none.
 ESPALIER_C_API int32_t espalier_get_gpu(uint64_t index, espalier_gpu_info* info);
 
+// Threads for plans on the host: any number of plans share a pool (espalier_plan_options.pool).
+typedef struct espalier_thread_pool espalier_thread_pool;
+
+// `num_threads` work on one run together, and its caller is one of them; 0 = as many as the calling thread
+// may use cores. The others inherit its affinity. USAGE, CAPACITY.
+ESPALIER_C_API int32_t espalier_thread_pool_create(int32_t num_threads, espalier_thread_pool** pool);
+// The caller of a run included.
+ESPALIER_C_API int32_t espalier_thread_pool_get_size(const espalier_thread_pool* pool, int32_t* num_threads);
+// Plans that use the pool keep its threads.
+ESPALIER_C_API int32_t espalier_thread_pool_free(espalier_thread_pool* pool);
+
 // ---- Checkpoints ---------------------------------------------------------------------------------------
 
 typedef struct espalier_checkpoint espalier_checkpoint;
@@ -346,6 +357,8 @@ typedef struct espalier_load_options {
   uint64_t staging_bytes;  // host memory beside the package; 0 = 64 MiB
   espalier_progress progress;
   void* progress_context;
+  int32_t io;          // type of x that the model has: espalier_dtype, 0 = any, or what the source says
+  int32_t reserved_2;  // 0
 } espalier_load_options;
 
 // Reads the experts of a layer, each byte once, into one slab. NULL options: all defaults. USAGE, IO, FORMAT,
@@ -497,6 +510,8 @@ typedef struct espalier_plan_options {
   int32_t num_threads;  // 0 = all cores
   int32_t reserved;
   const char* executor;  // NULL = the best one of the device
+  // Host only; NULL = the one that all plans without share. num_threads = 0 then means all of it.
+  const espalier_thread_pool* pool;
 } espalier_plan_options;
 
 typedef struct espalier_plan_info {

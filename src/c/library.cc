@@ -185,6 +185,29 @@ int32_t espalier_list_names(int32_t which, const char** names, uint64_t* count) 
   });
 }
 
+int32_t espalier_thread_pool_create(int32_t num_threads, espalier_thread_pool** pool) {
+  return Call([&]() -> Result<void> {
+    if (auto checked = NotNull(pool, "pool"); !checked) return checked;
+    Result<std::shared_ptr<ThreadPool>> made = ThreadPool::Create(num_threads);
+    if (!made) return tl::unexpected(made.error());
+    return AddHandle({.pool = *std::move(made)}, pool);
+  });
+}
+
+int32_t espalier_thread_pool_get_size(const espalier_thread_pool* pool, int32_t* num_threads) {
+  return Call([&]() -> Result<void> {
+    const auto object = Find(pool);
+    if (!object) return tl::unexpected(object.error());
+    if (auto checked = NotNull(num_threads, "num_threads"); !checked) return checked;
+    *num_threads = (*object)->pool->num_threads();
+    return {};
+  });
+}
+
+int32_t espalier_thread_pool_free(espalier_thread_pool* pool) {
+  return Call([&] { return HandleTable<espalier_thread_pool>::Get().Free(pool); });
+}
+
 int32_t espalier_get_gpu(uint64_t index, espalier_gpu_info* info) {
   return Call([&]() -> Result<void> {
     if (auto checked = CheckSize(info, "info"); !checked) return checked;
