@@ -266,7 +266,10 @@ Result<Package> LoadPackage(const BenchOptions& options, const Request& request,
   LoadOptions load;
   // Whatever runs here, the reference reads both; a GPU gets its copy without a detour.
   if (!request.device.is_host()) load.order = CodeOrder::kNative;
-  load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
+  load.progress = [&progress](uint64_t done, uint64_t total) {
+    progress.Update(done, total);
+    return true;
+  };
   Result<PreparedExperts> experts = LoadExperts(*checkpoint, *plan, *position, 0, load);
   if (!experts) return tl::unexpected(experts.error());
   return Package{

@@ -105,12 +105,13 @@ TEST(CLibrary, NamesEveryStatus) {
   EXPECT_STREQ(espalier_status_name(ESPALIER_OK), "ok");
   EXPECT_STREQ(espalier_status_name(ESPALIER_INTERNAL), "internal");
   EXPECT_STREQ(espalier_status_name(ESPALIER_DEVICE), "device");
-  EXPECT_STREQ(espalier_status_name(9), "unknown");
+  EXPECT_STREQ(espalier_status_name(ESPALIER_CANCELLED), "cancelled");
+  EXPECT_STREQ(espalier_status_name(10), "unknown");
   EXPECT_STREQ(espalier_status_name(-1), "unknown");
   std::set<std::string> names;
-  for (int32_t status = ESPALIER_OK; status <= ESPALIER_DEVICE; ++status)
+  for (int32_t status = ESPALIER_OK; status <= ESPALIER_CANCELLED; ++status)
     names.insert(espalier_status_name(status));
-  EXPECT_EQ(names.size(), 9u);
+  EXPECT_EQ(names.size(), 10u);
 }
 
 // One call of a layer, in memory of the caller.
@@ -515,6 +516,39 @@ TEST_F(CApi, ReportsProgress) {
   ASSERT_GE(seen.size(), 2u);
   EXPECT_EQ(seen.back().first, seen.back().second);
   EXPECT_OK(espalier_experts_free(experts));
+}
+
+TEST_F(CApi, StopsALoad) {
+  struct Seen {
+    int progress = 0;
+    int asked = 0;
+    int stops_at = 0;
+  };
+  auto load = Sized<espalier_load_options>();
+  load.stop = [](void* context) {
+    auto* seen = static_cast<Seen*>(context);
+    return ++seen->asked == seen->stops_at ? 1 : 0;
+  };
+  for (const bool with_progress : {false, true}) {
+    Seen seen{.stops_at = 2};
+    load.progress_context = &seen;
+    if (with_progress)
+      load.progress = [](void* context, uint64_t, uint64_t) { ++static_cast<Seen*>(context)->progress; };
+    espalier_experts* experts = nullptr;
+    ExpectFailure(espalier_experts_load(checkpoint_, 0, &load, &experts), ESPALIER_CANCELLED,
+                  "stopped by the caller");
+    EXPECT_EQ(experts, nullptr);
+    EXPECT_EQ(seen.asked, 2);
+    EXPECT_EQ(seen.progress, with_progress ? 2 : 0);
+    seen = {.stops_at = 1};
+    espalier_linear* linear = nullptr;
+    ExpectFailure(espalier_linear_load(checkpoint_, "lm_head", nullptr, &load, &linear), ESPALIER_CANCELLED,
+                  "lm_head");
+    EXPECT_EQ(linear, nullptr);
+    seen = {.stops_at = -1};
+    ASSERT_OK(espalier_experts_load(checkpoint_, 0, &load, &experts));
+    EXPECT_OK(espalier_experts_free(experts));
+  }
 }
 
 TEST_F(CApi, LoadsForOneTypeOfInput) {

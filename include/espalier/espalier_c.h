@@ -48,7 +48,8 @@ enum espalier_status {
   ESPALIER_UNSUPPORTED = 5,  // well-formed, but a feature that this build lacks
   ESPALIER_GEOMETRY = 6,     // sizes that do not fit each other
   ESPALIER_CAPACITY = 7,     // more than a plan, a buffer or the memory holds
-  ESPALIER_DEVICE = 8        // a device is absent or failed
+  ESPALIER_DEVICE = 8,       // a device is absent or failed
+  ESPALIER_CANCELLED = 9     // the caller stopped it
 };
 
 // Names: espalier_list_names.
@@ -342,6 +343,8 @@ typedef struct espalier_linear espalier_linear;
 
 // Called from one thread at a time. Must return to its caller.
 typedef void (*espalier_progress)(void* context, uint64_t bytes_done, uint64_t bytes_total);
+// Asked after each call of that function, or where it would have been. Other than 0 stops the load.
+typedef int32_t (*espalier_stop)(void* context);
 
 typedef struct espalier_load_options {
   uint64_t size;
@@ -359,10 +362,11 @@ typedef struct espalier_load_options {
   void* progress_context;
   int32_t io;          // type of x that the model has: espalier_dtype, 0 = any, or what the source says
   int32_t reserved_2;  // 0
+  espalier_stop stop;  // gets progress_context; CANCELLED then
 } espalier_load_options;
 
 // Reads the experts of a layer, each byte once, into one slab. NULL options: all defaults. USAGE, IO, FORMAT,
-// UNSUPPORTED, GEOMETRY, CAPACITY, DEVICE; the call may be repeated.
+// UNSUPPORTED, GEOMETRY, CAPACITY, DEVICE, CANCELLED; the call may be repeated.
 ESPALIER_C_API int32_t espalier_experts_load(const espalier_checkpoint* checkpoint, uint64_t layer,
                                              const espalier_load_options* options,
                                              espalier_experts** experts);

@@ -40,6 +40,7 @@ static_assert(ESPALIER_UNSUPPORTED == static_cast<int>(StatusCode::kUnsupported)
 static_assert(ESPALIER_GEOMETRY == static_cast<int>(StatusCode::kGeometry));
 static_assert(ESPALIER_CAPACITY == static_cast<int>(StatusCode::kCapacity));
 static_assert(ESPALIER_DEVICE == static_cast<int>(StatusCode::kDevice));
+static_assert(ESPALIER_CANCELLED == static_cast<int>(StatusCode::kCancelled));
 static_assert(ESPALIER_PROJECTION_GATE == static_cast<int>(Projection::kGate));
 static_assert(ESPALIER_PROJECTION_UP == static_cast<int>(Projection::kUp));
 static_assert(ESPALIER_PROJECTION_DOWN == static_cast<int>(Projection::kDown));
@@ -150,6 +151,7 @@ const char* espalier_status_name(int32_t status) {
     case ESPALIER_GEOMETRY:
     case ESPALIER_CAPACITY:
     case ESPALIER_DEVICE:
+    case ESPALIER_CANCELLED:
       return StatusCodeName(static_cast<StatusCode>(status)).data();  // literals
     default:
       return "unknown";

@@ -144,9 +144,12 @@ Result<LoadOptions> ToLoadOptions(const espalier_load_options* options) {
     known.io = *io;
   }
   if (read->staging_bytes != 0) known.staging_bytes = read->staging_bytes;
-  if (read->progress != nullptr) {
-    known.progress = [call = read->progress, context = read->progress_context](
-                         uint64_t done, uint64_t total) { call(context, done, total); };
+  if (read->progress != nullptr || read->stop != nullptr) {
+    known.progress = [call = read->progress, stop = read->stop, context = read->progress_context](
+                         uint64_t done, uint64_t total) {
+      if (call != nullptr) call(context, done, total);
+      return stop == nullptr || stop(context) == 0;
+    };
   }
   return known;
 }
