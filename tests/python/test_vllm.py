@@ -150,6 +150,57 @@ def test_greedy_text_is_that_of_tiny_lm(exact):
     assert done.stdout.partition("\n")[2] == exact["greedy"]["text"] + "\n"
 
 
+# Other families, with the decoded weights in transformers or, where vLLM itself computes something else on a CPU, in
+# vLLM. What vLLM asks of a config that transformers does not write into it is what real checkpoints say.
+
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# The widths that latent attention has in vLLM on a CPU.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+FAMILIES = [
+    ("Glm4Moe", {"hidden_act": "silu"}, "transformers"),
+    ("DeepseekV3", {**SIGMOID, **LATENT}, "vllm"),
+    pytest.param("Qwen2Moe", {"tie_word_embeddings": False}, "transformers", marks=long_running),
+    pytest.param("Mixtral", {}, "transformers", marks=long_running),
+    pytest.param("Olmoe", {}, "transformers", marks=long_running),
+    pytest.param("Dots1", SIGMOID, "transformers", marks=long_running),
+]
+
+
+@pytest.fixture
+def float32_is_the_default():
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+@needs_vllm
+@pytest.mark.parametrize(("family", "changes", "oracle"), FAMILIES)
+def test_another_family_computes_what_its_decoded_twin_does(
+    ask, tmp_path, float32_is_the_default, family, changes, oracle
+):
+    import torch
+    import transformers
+    import transformers_checkpoints as checkpoints
+
+    # Padded, because latent attention has matrices whose sides are no multiples of 128.
+    exl3, plain = checkpoints.make(tmp_path, checkpoints.config(family, **changes), padded=True)
+    ids = torch.randint(3, checkpoints.VOCAB, (1, 34), generator=torch.Generator().manual_seed(5))
+
+    def logprobs(path):
+        options = {"model": str(path), "skip_tokenizer_init": True, "max_model_len": 64, **EXACT}
+        return ask({"logprobs": {"ids": ids[0].tolist()}}, environment=ALONE, **options)["logprobs"]
+
+    if oracle == "vllm":
+        expected = logprobs(plain)
+    else:
+        with torch.no_grad():
+            expected = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits[0, :-1]
+    assert relative_l2(logprobs(exl3), expected) < 1e-5
+
+
 # The example of docs/vllm.md.
 
 
@@ -336,6 +387,32 @@ def test_unsupported_kinds_of_parallelism_are_refused_by_name(vllm_config, chang
     opened = layer.quant_method.opened
     with pytest.raises(espalier.UnsupportedError, match=f"does not support {sentence}; leave it out"):
         Exl3ExpertsMethod(layer, opened, 0, "model.layers.0.mlp.experts", "fast")
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("scoring", "bias", "groups", "refused"),
+    [
+        ("softmax", False, False, False),
+        ("softmax", True, False, True),  # as ERNIE 4.5
+        ("sigmoid", True, False, True),  # as MiniMax-M2
+        ("sigmoid", False, False, True),
+        ("sigmoid", True, True, False),
+    ],
+)
+def test_routing_that_vllm_lacks_on_cpus_is_refused_by_name(vllm_config, scoring, bias, groups, refused):
+    import torch
+
+    import espalier
+
+    options = {"scoring_func": scoring, "e_score_correction_bias": torch.zeros(16) if bias else None}
+    if groups:
+        options |= {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1}
+    if refused:
+        with pytest.raises(espalier.UnsupportedError, match=f"layers.0.mlp.experts: routing by {scoring} with"):
+            experts_layer(vllm_config, **options)
+    else:
+        assert experts_layer(vllm_config, **options).routed_experts.quant_method.activation == "silu"
 
 
 @needs_vllm
