@@ -27,7 +27,7 @@ stage() {
     -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -D_GLIBCXX_ASSERTIONS -ffunction-sections -fdata-sections" \
     -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
   # Those that run something on a GPU.
-  local tests=(tests/cuda_{moe,linear,graph,load,probes}_test.cc tests/{backend_conformance,bench_command,linear,cli}_test.cc)
+  local tests=(tests/cuda_{moe,linear,graph,load,partition,probes}_test.cc tests/{backend_conformance,bench_command,linear,cli}_test.cc)
   local targets=(espalier_cli cuda_linear_bench)
   local test
   for test in "${tests[@]}"; do targets+=("$(basename "$test" .cc)"); done
