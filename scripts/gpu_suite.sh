@@ -25,12 +25,13 @@ stage() {
   cmake --preset cuda -B "$build" -DCMAKE_CUDA_ARCHITECTURES="$architectures" -DESPALIER_TEST_ROOT=. \
     -DCMAKE_CUDA_FLAGS_RELWITHDEBINFO="-O3 --compress-mode=size" \
     -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -D_GLIBCXX_ASSERTIONS -ffunction-sections -fdata-sections" \
-    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
+    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=AUTO || return
   # Those that run something on a GPU.
   local tests=(tests/cuda_{moe,linear,graph,load,partition,probes}_test.cc tests/{backend_conformance,bench_command,linear,cli}_test.cc)
   local targets=(espalier_cli cuda_linear_bench)
   local test
   for test in "${tests[@]}"; do targets+=("$(basename "$test" .cc)"); done
+  if cmake --build "$build" --target help | grep '^nccl_test:' >/dev/null; then targets+=(nccl_test); fi
   cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || return
   rm -rf "$folder"
   mkdir -p "$folder"/{bin,lib,data,tests} || return
@@ -54,10 +55,10 @@ stage() {
   ((mib <= limit_mib))
 }
 
-# What a bare machine lacks. The C library and its loader must be its own.
+# What a bare machine lacks. The C library and its loader must be its own, and NCCL alone is 200 MB.
 copy_libraries() {
   ldd "$1" | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' |
-    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil)\.so' |
+    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil|libnccl)\.so' |
     while read -r library; do cp -L "$library" "$2/" || exit 1; done
 }
 
@@ -98,8 +99,21 @@ bench() {
 run_tests() {
   local program
   for program in bin/*_test; do
+    if [[ $program == bin/nccl_test ]]; then continue; fi
     step "test-$(basename "$program" _test)" 240 "$program" --gtest_filter='*Cuda*:*cuda*:*Gpu*' --gtest_brief=0
   done
+}
+
+# A world of one GPU, with the machine's NCCL or that of its torch.
+run_nccl() {
+  local folder
+  folder=$(python3 -c 'import nvidia.nccl as n; print(n.__path__[0] + "/lib")' 2>/dev/null)
+  local path=$LD_LIBRARY_PATH${folder:+:$folder}
+  if [[ ! -x bin/nccl_test ]] || LD_LIBRARY_PATH=$path ldd bin/nccl_test | grep 'not found' >/dev/null; then
+    summary+=("nccl                                   not here")
+    return
+  fi
+  step test-nccl 60 env LD_LIBRARY_PATH="$path" bin/nccl_test
 }
 
 run_sanitizer() {
@@ -179,6 +193,7 @@ run() {
   step doctor 30 bin/espalier doctor
   step verify 60 bin/espalier verify data/tiny-qwen3moe-exl3-mixed --device cuda
   run_tests
+  run_nccl
   if [[ $quick == 0 ]]; then run_sanitizer; fi
   run_benchmarks "$quick"
   print_tables
