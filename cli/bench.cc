@@ -410,6 +410,9 @@ void AddWork(const ExpertTiers& tiers, const MoeInput& routes, BenchWork& work) 
     touched[expert] = true;
     work.experts_touched += 1;
     work.weights_touched += static_cast<double>(tiers.weights[expert]);
+    for (size_t format = 0; format < tiers.format_weights[expert].size(); ++format) {
+      work.format_weights[format] += static_cast<double>(tiers.format_weights[expert][format]);
+    }
     work.packed_bytes += static_cast<double>(tiers.code_bytes[expert]);
   }
 }
@@ -417,6 +420,7 @@ void AddWork(const ExpertTiers& tiers, const MoeInput& routes, BenchWork& work) 
 Result<void> TimeRow(BenchEngine& engine, const BenchReport& report, std::optional<size_t> samples,
                      BenchRow& row) {
   const bool serial = report.tiers.names.size() > 1;
+  row.work.format_weights.resize(report.tiers.formats.size());
   double measured_us = 0;
   const auto enough = [&] {
     const size_t taken = row.samples_us.size();
@@ -445,6 +449,7 @@ Result<void> TimeRow(BenchEngine& engine, const BenchReport& report, std::option
     }
   }
   const auto count = static_cast<double>(row.samples_us.size());
+  for (double& weights : row.work.format_weights) weights /= count;
   for (double* sum :
        {&row.work.experts_touched, &row.work.weights_touched, &row.work.packed_bytes, &row.work.flops})
     *sum /= count;
@@ -527,6 +532,7 @@ Result<int> Run(const BenchOptions& options, const std::vector<std::string>& arg
   report.time = UtcNow();
   BenchSetup setup{.experts = package->experts,
                    .tier_maps = {},
+                   .formats = report.tiers.formats,
                    .executor = request->executor,
                    .top_k = package->top_k,
                    .mode = request->mode,

@@ -33,12 +33,13 @@ stage() {
   cmake --preset cuda -B "$build" -DCMAKE_CUDA_ARCHITECTURES="$architectures" -DESPALIER_TEST_ROOT=. \
     -DCMAKE_CUDA_FLAGS_RELWITHDEBINFO="-O3 --compress-mode=size" \
     -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -D_GLIBCXX_ASSERTIONS -ffunction-sections -fdata-sections" \
-    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
+    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=AUTO || return
   # Those that run something on a GPU.
-  local tests=(tests/cuda_{moe,linear,graph,load}_test.cc tests/{backend_conformance,linear,cli}_test.cc)
+  local tests=(tests/cuda_{moe,linear,graph,load,partition,probes}_test.cc tests/{backend_conformance,bench_command,linear,cli}_test.cc)
   local targets=(espalier_cli cuda_linear_bench)
   local test
   for test in "${tests[@]}"; do targets+=("$(basename "$test" .cc)"); done
+  if cmake --build "$build" --target help | grep '^nccl_test:' >/dev/null; then targets+=(nccl_test); fi
   cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || return
   rm -rf "$folder"
   mkdir -p "$folder"/{bin,lib,data,tests} || return
@@ -57,6 +58,7 @@ stage() {
     cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
     cp bench/torch_grouped.py scripts/gpu_suite.sh "$folder/" || return
   if [[ -n $python ]]; then stage_faces "$python" "$build" "$folder" || return; fi
+  # Every program holds the library: packed, they are a third.
   tar -C "$folder" -czf "$folder/programs.tar.gz" bin lib && rm -r "${folder:?}"/{bin,lib} || return
   local mib
   mib=$(du -sm "$folder" | cut -f1)
@@ -78,10 +80,10 @@ stage_faces() {
     cp bench/serve_bench.py "$folder/bench/"
 }
 
-# What a bare machine lacks. The C library and its loader must be its own.
+# What a bare machine lacks. The C library and its loader must be its own, and NCCL alone is 200 MB.
 copy_libraries() {
   ldd "$1" | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' |
-    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil)\.so' |
+    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil|libnccl)\.so' |
     while read -r library; do cp -L "$library" "$2/" || exit 1; done
 }
 
@@ -122,6 +124,7 @@ bench() {
 run_tests() {
   local program
   for program in bin/*_test; do
+    if [[ $program == bin/nccl_test ]]; then continue; fi
     step "test-$(basename "$program" _test)" 240 "$program" --gtest_filter='*Cuda*:*cuda*:*Gpu*' --gtest_brief=0
   done
 }
@@ -139,6 +142,18 @@ run_faces() {
       "tests/python/test_$face.py"
   done
   rm -rf "$site"
+}
+
+# A world of one GPU, with the machine's NCCL or that of its torch.
+run_nccl() {
+  local folder
+  folder=$(python3 -c 'import nvidia.nccl as n; print(n.__path__[0] + "/lib")' 2>/dev/null)
+  local path=$LD_LIBRARY_PATH${folder:+:$folder}
+  if [[ ! -x bin/nccl_test ]] || LD_LIBRARY_PATH=$path ldd bin/nccl_test | grep 'not found' >/dev/null; then
+    summary+=("nccl                                   not here")
+    return
+  fi
+  step test-nccl 60 env LD_LIBRARY_PATH="$path" bin/nccl_test
 }
 
 run_sanitizer() {
@@ -227,6 +242,7 @@ run() {
   if ((!only_faces)); then
     step verify 60 bin/espalier verify data/tiny-qwen3moe-exl3-mixed --device cuda
     run_tests
+    run_nccl
   fi
   if ((only_faces)) || [[ -d python ]]; then run_faces; fi
   if ((!only_faces)); then

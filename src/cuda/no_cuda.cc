@@ -49,6 +49,9 @@ Result<void> EnqueueReadProbe(const void*, uint64_t, const DeviceLimits&, ProbeR
   return NoCuda();
 }
 Result<uint64_t> EnqueueMatrixProbe(uint64_t, const DeviceLimits&, ProbeResult*, void*) { return NoCuda(); }
+Result<uint64_t> EnqueueDecodeProbe(int, Codebook, uint64_t, const DeviceLimits&, ProbeResult*, void*) {
+  return NoCuda();
+}
 
 }  // namespace cuda
 }  // namespace espalier
