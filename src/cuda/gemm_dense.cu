@@ -27,10 +27,6 @@ namespace {
 constexpr uint32_t kLineBytes = kQuadChannels * 2;
 constexpr uint32_t kTileBytes = kHadamardChannels * kLineBytes;
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // ---- Decoding
 
 constexpr uint32_t kDecodeWarps = kHadamardChannels / kTileChannels;
@@ -153,10 +149,6 @@ struct Block {
 
   __device__ __forceinline__ uint32_t Full(uint32_t stage) const { return barriers + stage * 8; }
   __device__ __forceinline__ uint32_t Empty(uint32_t stage) const { return barriers + (kStages + stage) * 8; }
-  // By each warp of consumers: neither block may write to the stage before both are done with it.
-  __device__ __forceinline__ void Release(uint32_t stage) const {
-    if ((threadIdx.x & 31) < kCluster) ArriveAt(Empty(stage), threadIdx.x & 31);
-  }
 };
 
 // What a cluster does at a time, and the rows of it that are this block's.
@@ -323,7 +315,7 @@ __device__ __forceinline__ void StoreRowBlock(const DenseParams& params, bool ve
 
 // ---- Consumers
 
-// A group's 64 rows of an item.
+// A group's 64 rows of an item. A stage is given back to both blocks, as each writes to the stages of both.
 template <int kBlocks, bool kSplit, Value kType>
 __device__ __forceinline__ void ConsumeItem(const DenseParams& params, const Block& block, const Item& item,
                                             bool vectors, StagePlace& place) {
@@ -341,12 +333,12 @@ __device__ __forceinline__ void ConsumeItem(const DenseParams& params, const Blo
     for (uint32_t s = 0; s < 4; ++s) MultiplyAsync<16 * kBlocks>(sums, a + 2 * s, b + 2 * s, true);
     CommitProducts();
     WaitForProducts<1>();
-    if (quad > 0) block.Release(before);
+    if (quad > 0) ArriveAtAll<kCluster>(block.Empty(before));
     before = place.index;
     place.Advance();
   }
   WaitForProducts<0>();
-  block.Release(before);
+  ArriveAtAll<kCluster>(block.Empty(before));
   const uint32_t first_row = item.first_group * kGroupRows + warp * kTileChannels + lane / 4;
 #pragma unroll
   for (uint32_t b = 0; b < kBlocks; ++b) {
@@ -378,7 +370,7 @@ __device__ __forceinline__ void Consume(const DenseParams& params, const Block& 
       for (uint32_t quad = 0; quad < item.quads; ++quad) {
         WaitBarrier(block.Full(place.index), place.phase);
         __syncwarp();
-        block.Release(place.index);
+        ArriveAtAll<kCluster>(block.Empty(place.index));
         place.Advance();
       }
     } else if (item.blocks == 2) {
@@ -424,8 +416,7 @@ __device__ __forceinline__ void Produce(const DenseParams& params, const Block& 
 }
 
 template <bool kSplit, Value kType>
-__global__ void __cluster_dims__(kCluster) __launch_bounds__(kDenseThreads, 1)
-    DenseRows(const __grid_constant__ DenseParams params) {
+__global__ void __launch_bounds__(kDenseThreads, 1) DenseRows(const __grid_constant__ DenseParams params) {
   if constexpr (kAsyncProducts) {
     extern __shared__ uint8_t memory[];
     const uint32_t stages = (SharedAddress(memory) + 1023) & ~1023u;
@@ -456,6 +447,28 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kDenseThreads, 1)
   }
 }
 
+cudaError_t LaunchClusters(void (*kernel)(DenseParams), dim3 grid, cudaStream_t stream, bool dependent,
+                           const DenseParams& params) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(kSharedBytes));
+  if (error != cudaSuccess) return error;
+  // Not by __cluster_dims__, which compilers for older architectures refuse.
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = kCluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(kDenseThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
 }  // namespace
 
 cudaError_t LaunchDecodeMatrix(const DeviceMatrix& matrix, std::byte* weights, cudaStream_t stream,
@@ -478,9 +491,7 @@ cudaError_t LaunchDenseRows(const DenseParams& params, cudaStream_t stream, bool
       params.log2_splits > 0 ? tiles << params.log2_splits : 2 * tiles - params.whole_items;
   const uint64_t clusters = std::min<uint64_t>(items, std::max(static_cast<uint32_t>(sms) / kCluster, 1u));
   const dim3 grid(static_cast<uint32_t>(clusters) * kCluster);
-  const auto launch = [&](auto kernel) {
-    return Launch(kernel, grid, kDenseThreads, kSharedBytes, stream, dependent, params);
-  };
+  const auto launch = [&](auto kernel) { return LaunchClusters(kernel, grid, stream, dependent, params); };
   if (params.log2_splits > 0) return launch(DenseRows<true, Value::kF32>);
   switch (params.output.type) {
     case Value::kF16:

@@ -17,6 +17,10 @@ inline constexpr bool kAsyncProducts = true;
 inline constexpr bool kAsyncProducts = false;
 #endif
 
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // Registers written before are seen by the products that follow.
 __device__ __forceinline__ void FenceProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void CommitProducts() {
@@ -118,6 +122,12 @@ __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {
       "}\n" ::"r"(barrier),
       "r"(rank)
       : "memory");
+}
+// The whole warp: at the same barrier of all blocks.
+template <uint32_t kBlocks>
+__device__ __forceinline__ void ArriveAtAll(uint32_t barrier) {
+  const uint32_t lane = threadIdx.x & 31;
+  if (lane < kBlocks) ArriveAt(barrier, lane);
 }
 
 __device__ __forceinline__ void StoreShared128(uint32_t shared, uint32_t x, uint32_t y, uint32_t z,
