@@ -69,9 +69,9 @@ class LinearCall {
                       .x_row_stride = linear_.in_channels(),
                       .y = y_.data(),
                       .y_row_stride = linear_.out_channels(),
+                      .accumulate = accumulate,
                       .workspace = work_.data(),
                       .workspace_bytes = plan_.workspace_bytes(),
-                      .accumulate = accumulate,
                       .stream = stream_ ? stream_->get() : nullptr});
   }
 
@@ -111,14 +111,9 @@ std::vector<double> RandomInput(const PreparedLinear& linear, uint64_t tokens, u
 }
 
 double Rounded(Dtype type, double value) {
-  switch (type) {
-    case Dtype::kF16:
-      return double{Fp16ToFloat(DoubleToFp16(value))};
-    case Dtype::kBF16:
-      return double{Bf16ToFloat(DoubleToBf16(value))};
-    default:
-      return double{static_cast<float>(value)};
-  }
+  if (type == Dtype::kF16) return double{Fp16ToFloat(DoubleToFp16(value))};
+  if (type == Dtype::kBF16) return double{Bf16ToFloat(DoubleToBf16(value))};
+  return double{static_cast<float>(value)};
 }
 
 std::vector<double> Values(const PreparedLinear& linear, const std::vector<double>& x, const Types& types) {
