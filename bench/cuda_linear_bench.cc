@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <ctime>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +21,8 @@
 
 #include "base/half.h"
 #include "cuda/cold_timer.h"
+#include "cuda/device_table.h"
+#include "cuda/launch.h"
 #include "support/random_experts.h"
 
 namespace espalier {
@@ -31,13 +34,14 @@ struct Shape {
   int bits;
 };
 constexpr Shape kShapes[] = {{6144, 2048, 3}, {6144, 12288, 4}};
-constexpr uint64_t kTokens[] = {1, 16, 144, 512};
+constexpr uint64_t kTokens[] = {1, 16, 144, 256, 512, 1024, 4096};
 constexpr int kSamples = 30;
 constexpr int kPasses = 5;
 constexpr uint64_t kCheckedRows = 8;
 constexpr double kMaxRelL2 = 1e-3;
 constexpr double kMinCosine = 0.999999;
 constexpr uint64_t kReadBytes = uint64_t{2} << 30;
+constexpr int kDecodingCapability = 90;  // where linears of many rows decode their matrix first
 
 struct Limits {
   double read_bytes_s = 0;
@@ -88,6 +92,49 @@ Result<test::Difference> AgainstReference(const PreparedLinear& linear, const Ho
   return test::Compare(expected, actual);
 }
 
+// Sorted times in us.
+struct Samples {
+  std::vector<double> us;
+
+  double median() const { return (us[kSamples / 2 - 1] + us[kSamples / 2]) / 2; }
+};
+
+Result<Samples> Take(cuda::ColdTimer& timer, const std::function<Result<void>()>& place,
+                     const std::function<Result<void>()>& run) {
+  Samples samples;
+  for (int i = 0; i < kSamples; ++i) {
+    const Result<double> us = timer.Time(place, run);
+    if (!us) return tl::unexpected(us.error());
+    samples.us.push_back(*us);
+  }
+  std::sort(samples.us.begin(), samples.us.end());
+  return samples;
+}
+
+std::string NameOf(const MatrixDesc& matrix) {
+  return fmt::format("{}x{} K{}", matrix.in_channels, matrix.out_channels, matrix.bits);
+}
+
+// The first step of a linear of many rows, which is also what a product of another library would need: the
+// matrix as fp16 in memory.
+Result<void> MeasureDecoding(cuda::ColdTimer& timer, const PreparedLinear& linear) {
+  const MatrixDesc& matrix = linear.matrix();
+  const uint64_t weights = uint64_t{matrix.in_channels} * matrix.out_channels;
+  Result<DeviceBuffer> decoded = DeviceBuffer::Create(linear.device(), 2 * weights);
+  if (!decoded) return tl::unexpected(decoded.error());
+  const cuda::DeviceMatrix on_device = cuda::MatrixAt(matrix, linear.slab());
+  Result<cuda::Graph> graph = cuda::Graph::Capture(
+      timer.stream(), [&] { return cuda::LaunchDecode(on_device, decoded->data(), timer.stream().get()); });
+  if (!graph) return tl::unexpected(graph.error());
+  const Result<Samples> samples =
+      Take(timer, []() -> Result<void> { return {}; }, [&] { return graph->Launch(timer.stream()); });
+  if (!samples) return tl::unexpected(samples.error());
+  fmt::print("{:<16} {:>6} {:>10} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.3f}\n", NameOf(matrix), "decode", "",
+             samples->median(), samples->us.front(), samples->us.back(),
+             static_cast<double>(weights) / samples->median() * 1e-6);
+  return {};
+}
+
 // One line of the table. Gives false where the gate failed.
 Result<bool> Measure(cuda::ColdTimer& timer, const Limits& limits, const PreparedLinear& linear,
                      const PreparedLinear& on_device, uint64_t tokens) {
@@ -129,23 +176,18 @@ Result<bool> Measure(cuda::ColdTimer& timer, const Limits& limits, const Prepare
   const Result<test::Difference> difference = AgainstReference(linear, host, tokens);
   if (!difference) return tl::unexpected(difference.error());
   const MatrixDesc& matrix = linear.matrix();
-  const std::string name = fmt::format("{}x{} K{}", in, out, matrix.bits);
+  const std::string name = NameOf(matrix);
   if (!(difference->rel_l2 <= kMaxRelL2 && difference->cosine >= kMinCosine)) {
     fmt::print("{:<16} {:>6} {:>10.3g}  gate failed, cosine {:.9f}\n", name, tokens, difference->rel_l2,
                difference->cosine);
     return false;
   }
-  std::vector<double> samples;
-  for (int i = 0; i < kSamples; ++i) {
-    const Result<double> us = timer.Time(place, launch);
-    if (!us) return tl::unexpected(us.error());
-    samples.push_back(*us);
-  }
-  std::sort(samples.begin(), samples.end());
-  const double median_us = (samples[kSamples / 2 - 1] + samples[kSamples / 2]) / 2;
+  const Result<Samples> samples = Take(timer, place, launch);
+  if (!samples) return tl::unexpected(samples.error());
+  const double median_us = samples->median();
   const auto weights = static_cast<double>(in) * static_cast<double>(out);
   fmt::print("{:<16} {:>6} {:>10.3g} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.3f} {:>7.1f} % {:>7.1f} %\n", name,
-             tokens, difference->rel_l2, median_us, samples.front(), samples.back(),
+             tokens, difference->rel_l2, median_us, samples->us.front(), samples->us.back(),
              weights / median_us * 1e-6,
              100 * static_cast<double>(matrix.code_bytes()) / (median_us * 1e-6) / limits.read_bytes_s,
              100 * 2 * weights * static_cast<double>(tokens) / (median_us * 1e-6) / limits.matrix_flop_s);
@@ -189,6 +231,10 @@ Result<bool> RunAll(const std::string& codebook_name, const std::string& device_
         test::MakeLinear(shape.in, shape.out, 0, 0, {.bits = shape.bits, .codebook = *codebook}, 1);
     const Result<PreparedLinear> on_device = ToDevice(linear, *device);
     if (!on_device) return tl::unexpected(on_device.error());
+    if (timer->info().compute_capability == kDecodingCapability) {
+      if (auto measured = MeasureDecoding(*timer, *on_device); !measured)
+        return tl::unexpected(measured.error());
+    }
     for (const uint64_t tokens : kTokens) {
       const Result<bool> passed = Measure(*timer, *limits, linear, *on_device, tokens);
       if (!passed) return passed;

@@ -13,6 +13,8 @@ BUDGET = {
     "FewRows": (80, 64),
     "ManyRows": (128, 256),
     "WideRows": (96, 512),
+    "DecodeMatrix": (80, 64),
+    "DenseRows": (168, 64),
     "PackRoutes": (64, 256),
     "RotateRows": (80, 64),
     "Boundary": (96, 64),

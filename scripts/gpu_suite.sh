@@ -56,7 +56,7 @@ stage() {
   # Of the test data what the command line runs on a GPU.
   mkdir -p "$folder/tests/data" && cp -r tests/data/fixtures "$folder/tests/data/" &&
     cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
-    cp bench/torch_grouped.py scripts/gpu_suite.sh "$folder/" || return
+    cp bench/torch_{grouped,linear}.py scripts/gpu_suite.sh "$folder/" || return
   if [[ -n $python ]]; then stage_faces "$python" "$build" "$folder" || return; fi
   # Every program holds the library: packed, they are a third.
   tar -C "$folder" -czf "$folder/programs.tar.gz" bin lib && rm -r "${folder:?}"/{bin,lib} || return
@@ -167,7 +167,7 @@ run_sanitizer() {
     # All but what takes the sanitizer minutes: thousands of rows, every count of tokens, gigabytes.
     for program in bin/cuda_{moe,graph,linear}_test bin/backend_conformance_test; do
       step "$tool-$(basename "$program" _test)" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-        "$program" --gtest_filter='*Cuda*:*cuda*-*4GiB*:*EveryTokenCount*'
+        "$program" --gtest_filter='*Cuda*:*cuda*-*4GiB*:*EveryTokenCount*:*ADecodedMatrix'
     done
     # 17 tokens over both rates of a layer of 256 x 512; then one token, which takes other kernels.
     step "$tool-verify" 90 "$sanitizer" --tool "$tool" --error-exitcode 9 \
@@ -197,6 +197,7 @@ run_benchmarks() {
     # shellcheck disable=SC2016
     step grouped-glm 120 env -u LD_LIBRARY_PATH bash -c 'python3 torch_grouped.py "$1" >"$2"' _ \
       "$results/bench-glm-mixed.json" "$results/grouped-glm.json"
+    step linears-torch 90 env -u LD_LIBRARY_PATH python3 torch_linear.py "$results/linears-mcg.log"
   else
     summary+=("torch                                  not here")
   fi
@@ -222,6 +223,10 @@ print_tables() {
   if [[ -s $results/linears-mcg.log ]]; then
     echo
     cat "$results/linears-mcg.log"
+  fi
+  if [[ -s $results/linears-torch.log ]]; then
+    echo
+    cat "$results/linears-torch.log"
   fi
 }
 

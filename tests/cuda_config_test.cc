@@ -77,6 +77,8 @@ TEST(CudaConfigTest, ClassesFollowTheRowsOfASegment) {
   EXPECT_EQ(LinearClassOf(8, 90), RowClass::kFew);
   EXPECT_EQ(LinearClassOf(9, 90), RowClass::kMany);
   EXPECT_EQ(LinearClassOf(kWideTokens, 90), RowClass::kWide);
+  EXPECT_EQ(LinearClassOf(kDenseTokens - 1, 90), RowClass::kWide);
+  EXPECT_EQ(LinearClassOf(kDenseTokens, 90), RowClass::kDense);
 }
 
 // The bound of DirectRows keeps its operands in the room that every architecture has.
@@ -261,9 +263,49 @@ TEST(CudaConfigTest, LinearsOfAnyHeightFit) {
         ASSERT_LE(rows * in * (pass.row_class == RowClass::kFew ? 4 : 2), config.sums - config.inputs)
             << tokens;
         ASSERT_LE(pass.sums.splits * rows * out * 4, config.total_bytes - config.sums) << tokens;
+        if (pass.row_class == RowClass::kDense) {
+          ASSERT_LE(uint64_t{in} * out * 2, config.input_exponents - config.weights) << tokens;
+        }
       }
     }
   }
+}
+
+TEST(CudaConfigTest, DecodedMatricesTakeRoomOnlyWhereCallsReachThem) {
+  constexpr uint32_t in = 512, out = 384;
+  const PreparedLinear linear = test::MakeLinear(in, out, in, out, {.bits = 1}, 1);
+  const LinearConfig below = ConfigureLinear(linear, {.max_tokens = kDenseTokens - 1}).value();
+  const LinearConfig above = ConfigureLinear(linear, {.max_tokens = kDenseTokens}).value();
+  EXPECT_EQ(below.input_exponents, below.weights);
+  EXPECT_EQ(above.input_exponents - above.weights, uint64_t{in} * out * 2);
+}
+
+// Items of the dense class are halved or shared out, never both, and only where that is less work in turns.
+TEST(CudaConfigTest, ItemsOfManyRowsFillTheMachine) {
+  bool split = false, halves = false;
+  for (const uint32_t in : {128u, 2048u, 6144u, 24576u}) {
+    for (const uint32_t out : {128u, 384u, 2048u, 12288u, 17024u}) {
+      for (uint64_t tokens = kDenseTokens; tokens <= 4100; tokens += tokens < 1100 ? 1 : 250) {
+        const LinearPass pass = PlanLinearPass(tokens, in, out, 90);
+        ASSERT_EQ(pass.row_class, RowClass::kDense);
+        const uint64_t items = pass.tiles * ((uint64_t{out} + kDenseItemChannels - 1) / kDenseItemChannels);
+        ASSERT_LE(pass.whole_items, items);
+        if (pass.sums.splits > 1) {
+          ASSERT_EQ(pass.whole_items, items);
+          ASSERT_GE(in / 64, pass.sums.splits);
+        }
+        split = split || pass.sums.splits > 1;
+        halves = halves || pass.whole_items < items;
+      }
+    }
+  }
+  EXPECT_TRUE(split);
+  EXPECT_TRUE(halves);
+  // A small matrix is shared out over the machine; a large one has a last turn of halves.
+  EXPECT_EQ(PlanLinearPass(256, 6144, 2048, 90).sums.splits, 8u);
+  EXPECT_EQ(PlanLinearPass(512, 6144, 12288, 90).sums.splits, 1u);
+  EXPECT_EQ(PlanLinearPass(512, 6144, 12288, 90).whole_items, 66u);
+  EXPECT_EQ(PlanLinearPass(4096, 6144, 12288, 90).sums.splits, 1u);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -61,13 +62,14 @@ class LinearCall {
 
   const cuda::Stream& stream() const { return *stream_; }
 
-  Result<void> Run() {
+  Result<void> Run(bool accumulate = false) {
     return RunLinear(plan_, linear_,
                      {.num_tokens = tokens_,
                       .x = x_.data(),
                       .x_row_stride = linear_.in_channels(),
                       .y = y_.data(),
                       .y_row_stride = linear_.out_channels(),
+                      .accumulate = accumulate,
                       .workspace = work_.data(),
                       .workspace_bytes = plan_.workspace_bytes(),
                       .stream = stream_ ? stream_->get() : nullptr});
@@ -108,6 +110,12 @@ std::vector<double> RandomInput(const PreparedLinear& linear, uint64_t tokens, u
   return x;
 }
 
+double Rounded(Dtype type, double value) {
+  if (type == Dtype::kF16) return double{Fp16ToFloat(DoubleToFp16(value))};
+  if (type == Dtype::kBF16) return double{Bf16ToFloat(DoubleToBf16(value))};
+  return double{static_cast<float>(value)};
+}
+
 std::vector<double> Values(const PreparedLinear& linear, const std::vector<double>& x, const Types& types) {
   LinearCall call(linear, x, types);
   EXPECT_TRUE(call.Run());
@@ -132,7 +140,7 @@ TEST_F(CudaLinear, EveryRateAndCodebookAtEveryTokenCount) {
     for (const int bits : kAllBits) {
       const PreparedLinear linear =
           MakeLinear(640, 384, 0, 0, {.bits = bits, .codebook = codebook.codebook}, 3);
-      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, 300}) {
+      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, 256, 300}) {
         SCOPED_TRACE(fmt::format("{} K {}, {} tokens", codebook.name, bits, tokens));
         ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
       }
@@ -152,7 +160,7 @@ TEST_F(CudaLinear, ShapesPaddingAndBias) {
                              {128, 256, 1, 1}}) {
     const PreparedLinear linear =
         MakeLinear(shape.stored_in, shape.stored_out, shape.in, shape.out, {.bits = 4, .bias = true}, 5);
-    for (const uint64_t tokens : {1, 17, 200}) {
+    for (const uint64_t tokens : {1, 17, 200, 320}) {
       SCOPED_TRACE(fmt::format("{} x {}, {} tokens", shape.stored_in, shape.stored_out, tokens));
       ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kF32);
     }
@@ -169,17 +177,90 @@ TEST_F(CudaLinear, TypesOfInputAndOutput) {
     for (const Dtype output : {Dtype::kF16, Dtype::kBF16}) {
       const std::vector<double> rounded = Values(placed, x, {.input = input, .output = output});
       for (size_t i = 0; i < exact.size(); ++i) {
-        const double once = output == Dtype::kF16 ? double{Fp16ToFloat(DoubleToFp16(exact[i]))}
-                                                  : double{Bf16ToFloat(DoubleToBf16(exact[i]))};
-        ASSERT_EQ(rounded[i], once) << i;
+        ASSERT_EQ(rounded[i], Rounded(output, exact[i])) << i;
       }
     }
   }
 }
 
+// Rows in every remainder of a tile, with whole items, halves of items and shares of the inputs (4096 x 128).
+TEST_F(CudaLinear, RowsThatShareADecodedMatrix) {
+  struct Shape {
+    uint32_t in, out;
+  };
+  for (const Shape& shape : {Shape{256, 640}, {4096, 128}, {128, 17024}}) {
+    for (const Codebook codebook : {Codebook::kMcg, Codebook::kMul1}) {
+      const PreparedLinear linear =
+          MakeLinear(shape.in, shape.out, 0, 0, {.bits = 4, .codebook = codebook, .bias = true}, 6);
+      for (const uint64_t tokens : {256, 257, 300, 321, 449, 511, 700}) {
+        SCOPED_TRACE(
+            fmt::format("{} x {} {}, {} tokens", shape.in, shape.out, CodebookName(codebook), tokens));
+        ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
+      }
+    }
+  }
+}
+
+// Also where rows of y begin at odd places.
+TEST_F(CudaLinear, TypesOfManyRows) {
+  const PreparedLinear linear = MakeLinear(256, 384, 0, 381, {.bits = 3}, 3);
+  const PreparedLinear even = MakeLinear(256, 384, 0, 0, {.bits = 3}, 3);
+  for (const PreparedLinear* host : {&linear, &even}) {
+    const PreparedLinear placed = ToDevice(*host, kFirstGpu).value();
+    const std::vector<double> x = RandomInput(*host, 300, 4);
+    const std::vector<double> exact = Values(placed, x, {});
+    for (const Dtype output : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
+      SCOPED_TRACE(fmt::format("{} channels, {}", host->out_channels(), DtypeName(output)));
+      LinearCall call(placed, x, {.output = output});
+      ASSERT_TRUE(call.Run());
+      const std::vector<double> rounded = call.Values();
+      ASSERT_TRUE(call.Run(true));
+      const std::vector<double> twice = call.Values();
+      for (size_t i = 0; i < exact.size(); ++i) {
+        ASSERT_EQ(rounded[i], Rounded(output, exact[i])) << i;
+        ASSERT_EQ(twice[i], Rounded(output, rounded[i] + exact[i])) << i;
+      }
+    }
+  }
+}
+
+// A row's bits come from that row alone, wherever the other rows are far away or not numbers.
+TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
+  const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
+  constexpr uint64_t kTokens = 300;
+  std::vector<double> x = RandomInput(placed, kTokens, 4);
+  const std::vector<double> expected = Values(placed, x, {});
+  for (uint64_t row = 0; row < kTokens; row += 2) {
+    for (uint64_t i = 0; i < placed.in_channels(); ++i) {
+      double& value = x[row * placed.in_channels() + i];
+      value = row % 4 == 0 ? std::numeric_limits<double>::quiet_NaN() : value * 1e30;
+    }
+  }
+  const std::vector<double> actual = Values(placed, x, {});
+  for (uint64_t row = 1; row < kTokens; row += 2) {
+    for (uint64_t i = 0; i < placed.out_channels(); ++i) {
+      ASSERT_EQ(actual[row * placed.out_channels() + i], expected[row * placed.out_channels() + i]) << row;
+    }
+  }
+}
+
+// Rows at both ends of what fp32 holds.
+TEST_F(CudaLinear, MagnitudesOfManyRows) {
+  const PreparedLinear linear = MakeLinear(256, 384, 0, 0, {.bits = 3, .bias = false}, 3);
+  const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
+  const std::vector<double> x = RandomInput(linear, 256, 4);
+  for (const double factor : {0x1p-100, 0x1p100}) {
+    std::vector<double> scaled = x;
+    for (double& value : scaled) value *= factor;
+    std::vector<double> expected = Values(placed, x, {});
+    for (double& value : expected) value *= factor;
+    EXPECT_EQ(Values(placed, scaled, {}), expected) << factor;
+  }
+}
+
 TEST_F(CudaLinear, RepeatsAndGraphsGiveTheSameBits) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
-  for (const uint64_t tokens : {1, 9, 65, 300}) {
+  for (const uint64_t tokens : {1, 9, 65, 300, 700}) {
     SCOPED_TRACE(tokens);
     const std::vector<double> x = RandomInput(placed, static_cast<uint64_t>(tokens), 4);
     LinearCall eager(placed, x, {});

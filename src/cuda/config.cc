@@ -40,6 +40,19 @@ constexpr uint64_t kWideBlocks = 132;
 constexpr uint64_t kMaxWideUnits = 3 * kWideBlocks;  // where inputs are shared
 constexpr uint64_t kWideShareCost = 6 * 64;
 
+// The dense class: clusters of two SMs. To begin and end an item costs kDenseItemCost channels; a half of it
+// is kDenseHalf / 16 of the work, as it brings more operands into shared memory for that. Sums in memory, for
+// shares of the inputs, cost kDenseSumsCost channels of the same rows and outputs each, and kDensePassCost
+// for the kernel that adds them.
+constexpr uint64_t kDenseClusters = 66;
+constexpr uint64_t kMaxDenseUnits = 3 * kDenseClusters;  // where inputs are shared
+constexpr uint64_t kDenseItemCost = 6 * 64;
+constexpr uint64_t kDenseHalf = 9;
+constexpr uint64_t kDenseSumsCost = 650;
+constexpr uint64_t kDensePassCost = 320;
+constexpr uint64_t kDenseTileGroups = TileRows(RowClass::kDense) / kGroupRows;
+constexpr uint64_t kDenseSlotGroups = kDenseTileGroups / 4;  // of one warpgroup
+
 // Groups times splits that sums take at most, where all rows make up to `groups` groups. Splits are there
 // only while their units stay below twice kEnoughUnits blocks of 32 channels, and a tile has up to 6 groups
 // where products are split.
@@ -51,6 +64,74 @@ uint64_t SplitGroups(uint64_t groups, uint32_t projections, uint32_t out_channel
 uint64_t WideSplitGroups(uint64_t groups, uint32_t out_channels) {
   const uint64_t split_tiles = kMaxWideUnits / (out_channels / kHadamardChannels);
   return std::max(groups, std::min(kMaxSplits * groups, kWideTileGroups * split_tiles));
+}
+uint64_t DenseItemsAcross(uint32_t out_channels) {
+  return (uint64_t{out_channels} + kDenseItemChannels - 1) / kDenseItemChannels;
+}
+// The same for the dense class.
+uint64_t DenseSplitGroups(uint64_t groups, uint32_t out_channels) {
+  const uint64_t split_tiles = kMaxDenseUnits / DenseItemsAcross(out_channels);
+  return std::max(groups, std::min(kMaxSplits * groups, kDenseTileGroups * split_tiles));
+}
+
+// Items of a pass of the dense class: those of full tiles of rows, then those of a last tile.
+struct DenseItems {
+  uint64_t full = 0;
+  uint64_t last = 0;
+  bool last_small = false;  // no more rows than half of the warpgroups have
+
+  DenseItems(uint64_t groups, uint32_t out_channels) {
+    const uint64_t rest = groups % kDenseTileGroups;
+    full = groups / kDenseTileGroups * DenseItemsAcross(out_channels);
+    last = rest > 0 ? DenseItemsAcross(out_channels) : 0;
+    last_small = rest <= 2 * kDenseSlotGroups;
+  }
+  uint64_t count() const { return full + last; }
+
+  // In sixteenths of a channel of a full tile. Clusters take items by turns, and the longest come first: a
+  // turn takes as long as its first item.
+  uint64_t Cost(uint64_t whole, uint64_t channels) const {
+    const uint64_t full_cost = 16 * (channels + kDenseItemCost);
+    const uint64_t last_cost = last_small ? full_cost / 2 : full_cost;
+    const uint64_t whole_full = std::min(whole, full), whole_last = whole - whole_full;
+    uint64_t items = 0, turns = 0, cost = 0;
+    const auto add = [&](uint64_t more, uint64_t item_cost) {
+      items += more;
+      const uint64_t begun = (items + kDenseClusters - 1) / kDenseClusters;
+      cost += (begun - turns) * item_cost;
+      turns = begun;
+    };
+    add(whole_full, full_cost);
+    add(2 * (full - whole_full), full_cost * kDenseHalf / 16);
+    add(whole_last, last_cost);
+    add(2 * (last - whole_last), last_cost * kDenseHalf / 16);
+    return cost;
+  }
+  // With the inputs of each item in shares.
+  uint64_t SplitCost(uint64_t splits, uint64_t channels) const {
+    const uint64_t turns = (count() * splits + kDenseClusters - 1) / kDenseClusters;
+    const uint64_t sums = 16 * count() * splits * kDenseSumsCost / kDenseClusters;
+    return 16 * (turns * (channels / splits + kDenseItemCost) + kDensePassCost) + sums;
+  }
+};
+
+void PlanDense(LinearPass& pass, uint32_t in_channels, uint32_t out_channels) {
+  const DenseItems items(pass.groups, out_channels);
+  const uint64_t count = items.count(), turned = count - count % kDenseClusters;
+  uint64_t least = items.Cost(count, in_channels), whole = count;
+  if (items.Cost(turned, in_channels) < least) {
+    whole = turned;
+    least = items.Cost(turned, in_channels);
+  }
+  for (uint32_t splits = 2; splits <= kMaxSplits; splits *= 2) {
+    if (count * splits > kMaxDenseUnits || in_channels < 2 * kDenseItemCost * splits) break;
+    const uint64_t cost = items.SplitCost(splits, in_channels);
+    if (cost >= least) continue;
+    least = cost;
+    pass.sums.splits = splits;
+    whole = count;
+  }
+  pass.whole_items = static_cast<uint32_t>(whole);
 }
 
 }  // namespace
@@ -99,6 +180,10 @@ LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_ch
   pass.row_class = LinearClassOf(tokens, compute_capability);
   pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
   pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
+  if (pass.row_class == RowClass::kDense) {
+    PlanDense(pass, in_channels, out_channels);
+    return pass;
+  }
   if (pass.row_class != RowClass::kWide) {
     pass.sums = PlanSums(pass.row_class, pass.tiles, 1, in_channels, out_channels);
     return pass;
@@ -185,13 +270,18 @@ Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearP
       std::min({options.max_tokens, kMaxGridTiles, std::max<uint64_t>(kChunkBytes / row_bytes, kGroupRows)});
   const uint64_t groups = MaxGroups(config.chunk_tokens, 1);
   const uint64_t rows = groups * kGroupRows;
+  const bool dense = config.chunk_tokens >= kDenseTokens;
   WorkspaceLayout arrays;
+  config.weights =
+      arrays.Add(dense ? CheckedBytes(matrix.in_channels) * matrix.out_channels : 0, sizeof(uint16_t));
   config.input_exponents = arrays.Add(rows, sizeof(float));
   config.input_sums = arrays.Add(rows, sizeof(float));
   config.inputs =
       arrays.Add(CheckedBytes(rows) * matrix.in_channels, options.max_tokens <= kGroupRows ? 4 : 2);
-  const uint64_t sum_rows = kGroupRows * std::max(SplitGroups(groups, 1, matrix.out_channels),
-                                                  WideSplitGroups(groups, matrix.out_channels));
+  const uint64_t sum_rows =
+      kGroupRows *
+      std::max({SplitGroups(groups, 1, matrix.out_channels), WideSplitGroups(groups, matrix.out_channels),
+                dense ? DenseSplitGroups(groups, matrix.out_channels) : 0});
   config.sums = arrays.Add(CheckedBytes(sum_rows) * matrix.out_channels, sizeof(float));
   const Result<uint64_t> total = arrays.TotalBytes();
   if (!total) return tl::unexpected(total.error());

@@ -31,9 +31,11 @@ inline cudaError_t LaunchRows(RowClass row_class, const GemmParams& params, dim3
     case RowClass::kMany:
       return LaunchManyRows(params, grid, stream, dependent);
     case RowClass::kWide:
+      return LaunchWideRows(params, grid, stream, dependent);
+    case RowClass::kDense:
       break;
   }
-  return LaunchWideRows(params, grid, stream, dependent);
+  return cudaErrorInvalidValue;  // gemm_dense.cuh: takes a matrix in another form
 }
 
 // Launches a kernel; `dependent`: its prologue may overlap the end of the kernel before (sm_90 and newer).

@@ -22,17 +22,30 @@ struct DeviceLimits {
 
 inline constexpr uint64_t kWideRows = 8;
 inline constexpr uint64_t kWideTokens = 64;
+inline constexpr uint64_t kDenseTokens = 256;
+inline constexpr uint32_t kDenseItemChannels = 256;  // output channels that a cluster takes at a time
 
 // How products are made.
 //   few   up to 8 rows share a decoded weight, whose fp16 halves go into the matrix unit unadded
 //   many  up to 48 rows share it
 //   wide  up to 128 rows share it, on the asynchronous matrix unit of sm_90a
+//   dense all rows share it: the matrix is decoded into memory first. Of single matrices, on sm_90a
 // A row's bits do not depend on the other rows of a call as long as the class is the same, nor on the device
 // within a class.
-enum class RowClass { kFew, kMany, kWide };
+enum class RowClass { kFew, kMany, kWide, kDense };
 
 constexpr uint64_t TileRows(RowClass row_class) {
-  return row_class == RowClass::kFew ? 8 : row_class == RowClass::kMany ? 48 : 128;
+  switch (row_class) {
+    case RowClass::kFew:
+      return 8;
+    case RowClass::kMany:
+      return 48;
+    case RowClass::kWide:
+      return 128;
+    case RowClass::kDense:
+      break;
+  }
+  return 256;
 }
 
 // Rows are (route, segment) pairs: tokens * top_k * segments per expert. Few while experts get 4 rows on
@@ -44,7 +57,8 @@ constexpr RowClass ClassOf(uint64_t rows, uint64_t segments, int compute_capabil
 // The same for a single matrix.
 constexpr RowClass LinearClassOf(uint64_t tokens, int compute_capability) {
   if (tokens <= 8) return RowClass::kFew;
-  return compute_capability == 90 && tokens >= kWideTokens ? RowClass::kWide : RowClass::kMany;
+  if (compute_capability != 90 || tokens < kWideTokens) return RowClass::kMany;
+  return tokens < kDenseTokens ? RowClass::kWide : RowClass::kDense;
 }
 // Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.
 constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
@@ -124,6 +138,7 @@ Result<void> LaunchMoe(const MoeLaunch& launch);
 
 struct LinearConfig {
   uint64_t chunk_tokens = 0;
+  uint64_t weights = 0;                          // fp16 [out][in], where chunks get as far as kDense
   uint64_t input_exponents = 0, input_sums = 0;  // float [groups * 8]
   uint64_t inputs = 0;                           // operands
   uint64_t sums = 0;                             // float [splits][groups * 8][out]
@@ -134,6 +149,9 @@ struct LinearPass {
   uint32_t groups = 0;
   uint32_t tiles = 0;
   SumsPlan sums;
+  // kDense: of the items (a tile of rows, 256 output channels), those that are taken whole; the others are
+  // taken by halves, which fill the last turn better. All of them where inputs are split.
+  uint32_t whole_items = 0;
 };
 LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
                           int compute_capability);
@@ -151,6 +169,8 @@ struct LinearLaunch {
   void* stream = nullptr;
 };
 Result<void> LaunchLinear(const LinearLaunch& launch);
+// The first step of kDense alone, for benchmarks: decodes into 2 * in * out bytes. REQUIRES: such a device.
+Result<void> LaunchDecode(const DeviceMatrix& matrix, void* weights, void* stream);
 
 }  // namespace espalier::cuda
 

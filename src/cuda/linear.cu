@@ -1,30 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One matrix for all rows: rotate, sums, output. The products are those of the experts.
+// One matrix for all rows: rotate, sums, output. The products are those of the experts; where all rows share
+// a decoded matrix: rotate, decode, products, and an output kernel only where their inputs are split.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <bit>
 
+#include "cuda/gemm_dense.cuh"
 #include "cuda/gemm_launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/rotate_inputs.cuh"
 
 namespace espalier::cuda {
 namespace {
-
-struct OutputParams {
-  DeviceMatrix matrix = {};
-  const float* sums = nullptr;  // [splits][num_rows][out]
-  uint32_t splits = 1;
-  uint64_t split_stride = 0;
-  const int32_t* exponents = nullptr;  // [rows]
-  uint32_t channels = 0;               // of y
-  Value type = Value::kF32;
-  void* y = nullptr;
-  uint64_t y_stride = 0;
-  bool accumulate = false;
-};
 
 constexpr uint32_t kOutputThreads = 128;
 
@@ -77,7 +66,8 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const bool dependent = launch.limits.compute_capability >= 90;
   const LinearPass pass =
       PlanLinearPass(num_tokens, matrix.in_channels, matrix.out_channels, launch.limits.compute_capability);
-  const bool few = pass.row_class == RowClass::kFew, wide = pass.row_class == RowClass::kWide;
+  const bool few = pass.row_class == RowClass::kFew, dense = pass.row_class == RowClass::kDense;
+  const bool wide = pass.row_class == RowClass::kWide || dense;
   const uint32_t num_rows = pass.groups * kGroupRows;
   const RowSource rows = {.kind = RowKind::kSingle,
                           .count = num_tokens,
@@ -87,6 +77,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   int32_t* exponents = reinterpret_cast<int32_t*>(workspace + launch.config.input_exponents);
   float* input_sums = reinterpret_cast<float*>(workspace + launch.config.input_sums);
   float* sums = reinterpret_cast<float*>(workspace + launch.config.sums);
+  std::byte* weights = workspace + launch.config.weights;
   const uint64_t room = wide ? uint64_t{pass.groups} * kWidePieces
                              : GroupPieces(matrix.in_channels, few ? Operand::kSplit : Operand::kPair);
 
@@ -99,7 +90,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
       .channels = launch.in_channels,
       .stored_channels = matrix.in_channels,
       .num_projections = 1,
-      .row_class = pass.row_class,
+      .row_class = wide ? RowClass::kWide : pass.row_class,
       .inputs = inputs,
       .group_room = room,
       .exponents = exponents,
@@ -129,13 +120,27 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
            first_token * args.y_row_stride * static_cast<uint64_t>(DtypeBits(launch.options.output)) / 8,
       .y_stride = args.y_row_stride,
       .accumulate = args.accumulate};
+  const DenseParams dense_products = {.weights = weights,
+                                      .inputs = inputs,
+                                      .input_sums = input_sums,
+                                      .sums = sums,
+                                      .rows = num_tokens,
+                                      .groups = pass.groups,
+                                      .log2_splits = Log2(pass.sums.splits),
+                                      .whole_items = pass.whole_items,
+                                      .output = output};
 
   Chain chain;
   chain.Add("rotate", [&] { return LaunchRotate(rotate, num_tokens, stream, false); });
+  if (dense && first_token == 0) {
+    chain.Add("decode", [&] { return LaunchDecodeMatrix(matrix, weights, stream, dependent); });
+  }
   chain.Add("sums", [&] {
+    if (dense) return LaunchDenseRows(dense_products, stream, dependent);
     const dim3 grid(matrix.out_channels / pass.sums.block_channels, pass.sums.splits, pass.tiles);
     return LaunchRows(pass.row_class, products, grid, stream, dependent);
   });
+  if (dense && pass.sums.splits == 1) return chain.result();
   chain.Add("output", [&] {
     const uint32_t blocks = matrix.out_channels / kHadamardChannels;
     const uint32_t warps = kOutputThreads / 32;
@@ -146,6 +151,15 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
 }
 
 }  // namespace
+
+Result<void> LaunchDecode(const DeviceMatrix& matrix, void* weights, void* stream) {
+  Chain chain;
+  chain.Add("decode", [&] {
+    return LaunchDecodeMatrix(matrix, static_cast<std::byte*>(weights), static_cast<cudaStream_t>(stream),
+                              false);
+  });
+  return chain.result();
+}
 
 Result<void> LaunchLinear(const LinearLaunch& launch) {
   for (uint64_t first = 0; first < launch.args.num_tokens; first += launch.config.chunk_tokens) {

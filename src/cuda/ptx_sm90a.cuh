@@ -17,6 +17,10 @@ inline constexpr bool kAsyncProducts = true;
 inline constexpr bool kAsyncProducts = false;
 #endif
 
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // Registers written before are seen by the products that follow.
 __device__ __forceinline__ void FenceProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void CommitProducts() {
@@ -76,6 +80,56 @@ __device__ __forceinline__ void CopyBlock(uint32_t shared, const void* global, u
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// The same to every block of the cluster that has its bit in `ranks`: there too the place is `shared`, and
+// the barrier `barrier`.
+__device__ __forceinline__ void CopyBlockToCluster(uint32_t shared, const void* global, uint32_t bytes,
+                                                   uint32_t barrier, uint32_t ranks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
+      "[%3], "
+      "%4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(ranks))
+      : "memory");
+}
+// From shared to global memory. REQUIRES: FenceShared by the writers before.
+__device__ __forceinline__ void StoreBlock(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+// Until all blocks stored by this thread have arrived.
+__device__ __forceinline__ void WaitForStores() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Blocks of a cluster: which one this is, a barrier of all their threads, and an arrival in the shared memory
+// of another one. The arrival says that memory was read: what it would take to publish writes to the whole
+// cluster is a fence over the device, hundreds of cycles a stage.
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void SyncCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// The whole warp: at the same barrier of all blocks.
+template <uint32_t kBlocks>
+__device__ __forceinline__ void ArriveAtAll(uint32_t barrier) {
+  const uint32_t lane = threadIdx.x & 31;
+  if (lane < kBlocks) ArriveAt(barrier, lane);
+}
+
 __device__ __forceinline__ void StoreShared128(uint32_t shared, uint32_t x, uint32_t y, uint32_t z,
                                                uint32_t w) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
@@ -111,6 +165,12 @@ __device__ void MultiplyAsync(float (&d)[kGroups][4], uint64_t a, uint64_t b, bo
 #define ESPALIER_REGISTERS_14 ESPALIER_REGISTERS_13 ", %52, %53, %54, %55"
 #define ESPALIER_REGISTERS_15 ESPALIER_REGISTERS_14 ", %56, %57, %58, %59"
 #define ESPALIER_REGISTERS_16 ESPALIER_REGISTERS_15 ", %60, %61, %62, %63"
+#define ESPALIER_REGISTERS_32                                                                    \
+  ESPALIER_REGISTERS_16                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define ESPALIER_GROUP(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define ESPALIER_GROUPS_1 ESPALIER_GROUP(0)
 #define ESPALIER_GROUPS_2 ESPALIER_GROUPS_1, ESPALIER_GROUP(1)
@@ -128,6 +188,11 @@ __device__ void MultiplyAsync(float (&d)[kGroups][4], uint64_t a, uint64_t b, bo
 #define ESPALIER_GROUPS_14 ESPALIER_GROUPS_13, ESPALIER_GROUP(13)
 #define ESPALIER_GROUPS_15 ESPALIER_GROUPS_14, ESPALIER_GROUP(14)
 #define ESPALIER_GROUPS_16 ESPALIER_GROUPS_15, ESPALIER_GROUP(15)
+#define ESPALIER_GROUPS_32                                                                                \
+  ESPALIER_GROUPS_16, ESPALIER_GROUP(16), ESPALIER_GROUP(17), ESPALIER_GROUP(18), ESPALIER_GROUP(19),     \
+      ESPALIER_GROUP(20), ESPALIER_GROUP(21), ESPALIER_GROUP(22), ESPALIER_GROUP(23), ESPALIER_GROUP(24), \
+      ESPALIER_GROUP(25), ESPALIER_GROUP(26), ESPALIER_GROUP(27), ESPALIER_GROUP(28), ESPALIER_GROUP(29), \
+      ESPALIER_GROUP(30), ESPALIER_GROUP(31)
 // The places of a, b and add among the operands follow the 4 * groups of d.
 #define ESPALIER_MULTIPLY(groups, columns, at_a, at_b, at_add)                                        \
   template <>                                                                                         \
@@ -156,6 +221,7 @@ ESPALIER_MULTIPLY(10, 80, 40, 41, 42)
 ESPALIER_MULTIPLY(12, 96, 48, 49, 50)
 ESPALIER_MULTIPLY(14, 112, 56, 57, 58)
 ESPALIER_MULTIPLY(16, 128, 64, 65, 66)
+ESPALIER_MULTIPLY(32, 256, 128, 129, 130)
 
 }  // namespace espalier::cuda
 
