@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "cuda/launch.h"
 #include "gpu_test.h"
 #include "support/elements.h"
 
@@ -24,6 +25,7 @@ using test::MatrixFormat;
 using test::PlacedBytes;
 using test::Random;
 
+constexpr int kDense = cuda::kDenseTokens;  // from where on a matrix is decoded first
 constexpr double kGate = 1e-3;
 constexpr double kCosine = 0.999999;
 
@@ -140,7 +142,7 @@ TEST_F(CudaLinear, EveryRateAndCodebookAtEveryTokenCount) {
     for (const int bits : kAllBits) {
       const PreparedLinear linear =
           MakeLinear(640, 384, 0, 0, {.bits = bits, .codebook = codebook.codebook}, 3);
-      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, 256, 300}) {
+      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, kDense, kDense + 44}) {
         SCOPED_TRACE(fmt::format("{} K {}, {} tokens", codebook.name, bits, tokens));
         ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
       }
@@ -192,7 +194,8 @@ TEST_F(CudaLinear, RowsThatShareADecodedMatrix) {
     for (const Codebook codebook : {Codebook::kMcg, Codebook::kMul1}) {
       const PreparedLinear linear =
           MakeLinear(shape.in, shape.out, 0, 0, {.bits = 4, .codebook = codebook, .bias = true}, 6);
-      for (const uint64_t tokens : {256, 257, 300, 321, 449, 511, 700}) {
+      for (const uint64_t more : {0, 1, 44, 65, 193, 255, 444}) {
+        const uint64_t tokens = kDense + more;
         SCOPED_TRACE(
             fmt::format("{} x {} {}, {} tokens", shape.in, shape.out, CodebookName(codebook), tokens));
         ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
@@ -207,7 +210,7 @@ TEST_F(CudaLinear, TypesOfManyRows) {
   const PreparedLinear even = MakeLinear(256, 384, 0, 0, {.bits = 3}, 3);
   for (const PreparedLinear* host : {&linear, &even}) {
     const PreparedLinear placed = ToDevice(*host, kFirstGpu).value();
-    const std::vector<double> x = RandomInput(*host, 300, 4);
+    const std::vector<double> x = RandomInput(*host, kDense + 44, 4);
     const std::vector<double> exact = Values(placed, x, {});
     for (const Dtype output : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
       SCOPED_TRACE(fmt::format("{} channels, {}", host->out_channels(), DtypeName(output)));
@@ -227,7 +230,7 @@ TEST_F(CudaLinear, TypesOfManyRows) {
 // A row's bits come from that row alone, wherever the other rows are far away or not numbers.
 TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
-  constexpr uint64_t kTokens = 300;
+  constexpr uint64_t kTokens = kDense + 44;
   std::vector<double> x = RandomInput(placed, kTokens, 4);
   const std::vector<double> expected = Values(placed, x, {});
   for (uint64_t row = 0; row < kTokens; row += 2) {
@@ -248,7 +251,7 @@ TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
 TEST_F(CudaLinear, MagnitudesOfManyRows) {
   const PreparedLinear linear = MakeLinear(256, 384, 0, 0, {.bits = 3, .bias = false}, 3);
   const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
-  const std::vector<double> x = RandomInput(linear, 256, 4);
+  const std::vector<double> x = RandomInput(linear, kDense, 4);
   for (const double factor : {0x1p-100, 0x1p100}) {
     std::vector<double> scaled = x;
     for (double& value : scaled) value *= factor;
@@ -260,7 +263,7 @@ TEST_F(CudaLinear, MagnitudesOfManyRows) {
 
 TEST_F(CudaLinear, RepeatsAndGraphsGiveTheSameBits) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
-  for (const uint64_t tokens : {1, 9, 65, 300, 700}) {
+  for (const uint64_t tokens : {1, 9, 65, kDense + 44, kDense + 444}) {
     SCOPED_TRACE(tokens);
     const std::vector<double> x = RandomInput(placed, static_cast<uint64_t>(tokens), 4);
     LinearCall eager(placed, x, {});
