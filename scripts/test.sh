@@ -187,15 +187,18 @@ else
   echo "python tests, demo: not run, there is no program"
 fi
 
-build_and_test asan "clang, address and undefined-behaviour sanitizers"
-build_and_test tsan "clang, thread sanitizer" "${threaded_tests[@]}"
-
-if check "build fuzz: clang, libFuzzer" fuzz-build build_preset fuzz; then
+if build_and_test asan "clang, address and undefined-behaviour sanitizers"; then
+  # The fuzzers are part of this build.
+  export ESPALIER_FUZZ_BUILD=$PWD/build/asan
   for source in fuzz/fuzz_*.cc; do
     target=$(basename "$source" .cc)
     check "$target: committed corpus, then on for ${fuzz_seconds} s" "$target" fuzz/run.sh "$target" "$fuzz_seconds"
   done
+else
+  echo "fuzzers: not run, they were not built"
 fi
+
+build_and_test tsan "clang, thread sanitizer" "${threaded_tests[@]}"
 
 if command -v nvcc >/dev/null; then
   if build_and_test cuda "nvcc, every architecture" "${cuda_tests[@]}"; then
