@@ -11,7 +11,7 @@ set -euo pipefail
 # "a|b": the first of the two that this release of the distribution has.
 build_packages=(make g++ cmake ninja-build "pkgconf|pkg-config" libsimdjson-dev nlohmann-json3-dev
                 libcli11-dev libfmt-dev libexpected-dev libssl-dev libre2-dev)
-test_packages=(libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev clang-19 libclang-rt-19-dev llvm-19 clang-format-19 shellcheck
+test_packages=(libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev ccache clang-19 libclang-rt-19-dev llvm-19 clang-format-19 shellcheck
                codespell libopenmpi-dev openmpi-bin python3 python3-dev python3-venv ca-certificates)
 
 die() {
