@@ -180,7 +180,13 @@ def test_compiled_is_eager(device):
         ids = some_ids(2, columns).to(device)
         with torch.no_grad():
             expected = model(ids, use_cache=False).last_hidden_state
-            assert torch.equal(compiled(ids, use_cache=False).last_hidden_state, expected)
+            found = compiled(ids, use_cache=False).last_hidden_state
+        # On a GPU torch itself decomposes some of its operators into others that round elsewhere; ours keep their bits
+        # (test_torch.py).
+        if device == "cpu":
+            assert torch.equal(found, expected)
+        else:
+            assert rel_l2(expected, found) <= 3e-3
 
 
 @on_a_gpu
