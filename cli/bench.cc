@@ -266,7 +266,10 @@ Result<Package> LoadPackage(const BenchOptions& options, const Request& request,
   LoadOptions load;
   // Whatever runs here, the reference reads both; a GPU gets its copy without a detour.
   if (!request.device.is_host()) load.order = CodeOrder::kNative;
-  load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
+  load.progress = [&progress](uint64_t done, uint64_t total) {
+    progress.Update(done, total);
+    return true;
+  };
   Result<PreparedExperts> experts = LoadExperts(*checkpoint, *plan, *position, 0, load);
   if (!experts) return tl::unexpected(experts.error());
   return Package{
@@ -407,6 +410,9 @@ void AddWork(const ExpertTiers& tiers, const MoeInput& routes, BenchWork& work) 
     touched[expert] = true;
     work.experts_touched += 1;
     work.weights_touched += static_cast<double>(tiers.weights[expert]);
+    for (size_t format = 0; format < tiers.format_weights[expert].size(); ++format) {
+      work.format_weights[format] += static_cast<double>(tiers.format_weights[expert][format]);
+    }
     work.packed_bytes += static_cast<double>(tiers.code_bytes[expert]);
   }
 }
@@ -414,6 +420,7 @@ void AddWork(const ExpertTiers& tiers, const MoeInput& routes, BenchWork& work) 
 Result<void> TimeRow(BenchEngine& engine, const BenchReport& report, std::optional<size_t> samples,
                      BenchRow& row) {
   const bool serial = report.tiers.names.size() > 1;
+  row.work.format_weights.resize(report.tiers.formats.size());
   double measured_us = 0;
   const auto enough = [&] {
     const size_t taken = row.samples_us.size();
@@ -442,6 +449,7 @@ Result<void> TimeRow(BenchEngine& engine, const BenchReport& report, std::option
     }
   }
   const auto count = static_cast<double>(row.samples_us.size());
+  for (double& weights : row.work.format_weights) weights /= count;
   for (double* sum :
        {&row.work.experts_touched, &row.work.weights_touched, &row.work.packed_bytes, &row.work.flops})
     *sum /= count;
@@ -524,6 +532,7 @@ Result<int> Run(const BenchOptions& options, const std::vector<std::string>& arg
   report.time = UtcNow();
   BenchSetup setup{.experts = package->experts,
                    .tier_maps = {},
+                   .formats = report.tiers.formats,
                    .executor = request->executor,
                    .top_k = package->top_k,
                    .mode = request->mode,

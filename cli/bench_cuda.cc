@@ -100,6 +100,12 @@ Result<BenchLimits> CudaBench::MeasureLimits() {
   limits.matrix_tflop_s = *matrix * 1e-12;
   limits.read_text = fmt::format("{} read by a kernel, best of {}", BytesText(read_bytes), kPasses);
   limits.matrix_text = fmt::format("mma.m16n8k16, fp16 into fp32, best of {}", kPasses);
+  for (const CodeFormat& format : setup_.formats) {
+    const Result<double> decode = timer_.DecodeRate(format.bits, format.codebook, kPasses);
+    if (!decode) return tl::unexpected(decode.error());
+    limits.decode_tweights_s.push_back(*decode * 1e-12);
+  }
+  limits.decode_text = fmt::format("codes in registers into mma.m16n8k16, best of {}", kPasses);
   return limits;
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "bench_package.h"
 #include "moe_run.h"
 
 namespace espalier::cli {
@@ -29,9 +30,10 @@ enum class BenchForm {
 struct BenchLimits {
   double read_gb_s = 0;
   double matrix_tflop_s = 0;
-  std::optional<double> decode_tweights_s;  // where the device has a probe for it
-  std::string read_text;                    // how each was measured
+  std::vector<double> decode_tweights_s;  // of every format of the setup; empty = no probe on this device
+  std::string read_text;                  // how each was measured
   std::string matrix_text;
+  std::string decode_text;
 };
 
 struct BenchMachine {
@@ -43,7 +45,8 @@ struct BenchMachine {
 struct BenchSetup {
   const PreparedExperts& experts;  // on the host; outlives the engine
   std::vector<std::vector<int32_t>> tier_maps;
-  std::string executor;  // as for MoePlanOptions
+  std::vector<CodeFormat> formats;  // that the experts have
+  std::string executor;             // as for MoePlanOptions
   uint32_t top_k = 0;
   CpuMode mode = CpuMode::kFast;
   int num_threads = 0;

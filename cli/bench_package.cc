@@ -69,6 +69,16 @@ std::string RateName(std::span<const SegmentDesc> segments) {
   return uniform ? std::to_string(first) : name;
 }
 
+// To the last expert.
+void AddWeights(const CodeFormat& format, uint64_t weights, ExpertTiers& tiers) {
+  const auto found = std::find(tiers.formats.begin(), tiers.formats.end(), format);
+  const auto index = static_cast<size_t>(found - tiers.formats.begin());
+  if (found == tiers.formats.end()) tiers.formats.push_back(format);
+  std::vector<uint64_t>& by_format = tiers.format_weights.back();
+  if (by_format.size() <= index) by_format.resize(index + 1);
+  by_format[index] += weights;
+}
+
 }  // namespace
 
 Result<std::vector<TierSpec>> ParseTiers(std::string_view text, uint64_t experts) {
@@ -166,10 +176,14 @@ ExpertTiers TiersOf(const PreparedExperts& experts) {
     tiers.tier_of.push_back(tier);
     uint64_t& weights = tiers.weights.emplace_back();
     uint64_t& bytes = tiers.code_bytes.emplace_back();
+    tiers.format_weights.emplace_back();
     for (const SegmentDesc& segment : segments) {
       for (const MatrixDesc& matrix : segment.matrices) {
         if (!matrix.present()) continue;
-        weights += uint64_t{matrix.in_channels} * matrix.out_channels;
+        const uint64_t matrix_weights = uint64_t{matrix.in_channels} * matrix.out_channels;
+        weights += matrix_weights;
+        AddWeights({.bits = static_cast<int>(matrix.bits), .codebook = matrix.codebook}, matrix_weights,
+                   tiers);
         bytes += matrix.code_bytes();
         has_codebook[static_cast<size_t>(matrix.codebook)] = true;
       }

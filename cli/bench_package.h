@@ -40,14 +40,24 @@ Result<ExpertsTable> SizeRandomExperts(const Geometry& geometry, std::span<const
 // the slab once. Error: kCapacity.
 Result<PreparedExperts> FillRandomly(ExpertsTable table, uint64_t seed);
 
+// How a matrix is coded: what the cost of decoding it depends on.
+struct CodeFormat {
+  int bits = 0;
+  Codebook codebook = Codebook::kMcg;
+
+  friend bool operator==(const CodeFormat&, const CodeFormat&) = default;
+};
+
 // Experts with the same bits: what running the tiers one by one means.
 struct ExpertTiers {
-  std::vector<std::string> names;      // "3"; "3-4-3" where gate, up and down differ
-  std::vector<uint32_t> experts;       // by tier
-  std::vector<uint32_t> tier_of;       // by expert
-  std::vector<uint64_t> weights;       // by expert
-  std::vector<uint64_t> code_bytes;    // by expert
-  std::vector<std::string> codebooks;  // that occur, by formats.def
+  std::vector<std::string> names;                     // "3"; "3-4-3" where gate, up and down differ
+  std::vector<uint32_t> experts;                      // by tier
+  std::vector<uint32_t> tier_of;                      // by expert
+  std::vector<uint64_t> weights;                      // by expert
+  std::vector<uint64_t> code_bytes;                   // by expert
+  std::vector<std::string> codebooks;                 // that occur, by formats.def
+  std::vector<CodeFormat> formats;                    // that occur, the first one first
+  std::vector<std::vector<uint64_t>> format_weights;  // by expert, then by format as far as it has them
 
   // Ids to themselves where they are of this tier, to -1 elsewhere: what MoeArgs::expert_map takes.
   std::vector<int32_t> MapOf(size_t tier) const;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,9 +21,10 @@ namespace espalier::cli {
 // Of the timed samples; their mean, as every sample has routes of its own.
 struct BenchWork {
   double experts_touched = 0;
-  double weights_touched = 0;  // those of every touched expert once
-  double packed_bytes = 0;     // their codes
-  double flops = 0;            // two a weight and route
+  double weights_touched = 0;               // those of every touched expert once
+  std::vector<double> format_weights = {};  // the same by ExpertTiers::formats
+  double packed_bytes = 0;                  // their codes
+  double flops = 0;                         // two a weight and route
 };
 
 struct BenchRow {
@@ -66,6 +68,10 @@ struct BenchReport {
 
 // Of sorted or unsorted samples. REQUIRES: not empty.
 double MedianOf(std::vector<double> samples);
+
+// Microseconds that decoding as many weights of each format takes at the measured rates: one after the other.
+// Empty where no rate was measured.
+std::optional<double> DecodeMicroseconds(const BenchLimits& limits, std::span<const double> format_weights);
 
 Json BenchDocument(const BenchReport& report);
 

@@ -67,9 +67,9 @@ std::vector<Series> SeriesOf(const BenchReport& report, const std::vector<const 
   std::vector<Series> all;
   add(all, {.name = "packed bytes / read rate", .stroke = {.color = "#5a9", .dashes = "5 3"}, .points = {}},
       [&](const BenchRow& row) { return row.work.packed_bytes / (limits.read_gb_s * 1e3); });
-  if (limits.decode_tweights_s) {
+  if (!limits.decode_tweights_s.empty()) {
     add(all, {.name = "weights / decode rate", .stroke = {.color = "#a7c", .dashes = "5 3"}, .points = {}},
-        [&](const BenchRow& row) { return row.work.weights_touched / (*limits.decode_tweights_s * 1e6); });
+        [&](const BenchRow& row) { return *DecodeMicroseconds(limits, row.work.format_weights); });
   }
   add(all, {.name = "products / matrix rate", .stroke = {.color = "#c95", .dashes = "5 3"}, .points = {}},
       [&](const BenchRow& row) { return row.work.flops / (limits.matrix_tflop_s * 1e6); });

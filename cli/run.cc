@@ -166,7 +166,10 @@ Result<LayerRun> RunRanks(const Checkpoint& checkpoint, const ExtentPlan& plan, 
                           LoadOptions load) {
   Progress progress("loading");
   load.device = executor.device;
-  load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
+  load.progress = [&progress](uint64_t done, uint64_t total) {
+    progress.Update(done, total);
+    return true;
+  };
   const uint64_t hidden = checkpoint.layers()[layer].valid_hidden_channels;
   Result<HostBuffer> y = HostBuffer::Create(input.tokens * hidden * sizeof(float));
   if (!y) return tl::unexpected(y.error());

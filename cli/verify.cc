@@ -238,7 +238,10 @@ Result<std::vector<ExecutorResult>> CheckLayer(const Checkpoint& checkpoint, siz
   VectorCheck vectors(checkpoint, report.problems);
   if (Result<void> checked = vectors.CheckLayer(index); !checked) return tl::unexpected(checked.error());
   LoadOptions load;
-  load.progress = [&progress](uint64_t done, uint64_t total) { progress.Update(done, total); };
+  load.progress = [&progress](uint64_t done, uint64_t total) {
+    progress.Update(done, total);
+    return true;
+  };
   const Result<PreparedExperts> experts = LoadExperts(checkpoint, index, load);
   if (!experts) return tl::unexpected(experts.error());
   std::vector<ExecutorResult> results;

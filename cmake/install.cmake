@@ -5,8 +5,13 @@ include(CMakePackageConfigHelpers)
 set(ESPALIER_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/espalier)
 
 install(TARGETS espalier EXPORT espalierTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+# The header of the C interface goes with its library.
+set(ESPALIER_LEFT_OUT "")
+if(NOT TARGET espalier_c)
+  set(ESPALIER_LEFT_OUT PATTERN espalier_c.h EXCLUDE)
+endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/espalier ${PROJECT_BINARY_DIR}/include/espalier
-        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h" PATTERN "*.def")
+        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h" PATTERN "*.def" ${ESPALIER_LEFT_OUT})
 if(TARGET espalier_c)
   install(TARGETS espalier_c EXPORT espalierTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()

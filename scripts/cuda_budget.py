@@ -20,6 +20,7 @@ BUDGET = {
     "Boundary": (96, 64),
     "Combine": (96, 64),
     "StoreOutputs": (64, 64),
+    "DecodeQuads": (80, 0),
 }
 
 

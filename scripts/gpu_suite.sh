@@ -2,22 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Everything that needs a GPU, for a machine that cannot build.
-#   gpu_suite.sh stage FOLDER [ARCHITECTURES]   here: builds, and puts into FOLDER all that the tests and
-#                                               benchmarks take ("90a-real" by default; under 64 MiB)
-#   FOLDER/gpu_suite.sh run [--quick] [RESULTS] there: tests, compute-sanitizer where it is, benchmarks; goes on
-#                                               after a failure, the table comes last. Logs and JSON in RESULTS
-#                                               ($OUT or ./results by default)
+#   gpu_suite.sh stage [--python PYTHON] FOLDER [ARCHITECTURES]
+#       here: builds, and puts into FOLDER all that the tests and benchmarks take ("90a-real" by default; under 64 MiB).
+#       With an interpreter also the Python package for its series and newer ones, and its tests in torch and
+#       transformers; other wheels that the machine lacks may be put into FOLDER/python
+#   FOLDER/gpu_suite.sh run [--quick | --faces] [RESULTS]
+#       there: tests, compute-sanitizer where it is, benchmarks; goes on after a failure, the table comes last. Logs and
+#       JSON in RESULTS ($OUT or ./results by default). --faces: the tests in torch and transformers alone
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 usage() {
-  sed -n '5,10s/^# \{0,1\}//p' "$0" >&2
+  sed -n '5,12s/^# \{0,1\}//p' "$0" >&2
   exit 2
 }
 
 limit_mib=64
 
 stage() {
+  local python=''
+  if [[ $1 == --python ]]; then
+    python=$2
+    shift 2
+  fi
+  (($# >= 1 && $# <= 2)) || usage
   local folder=$1 architectures=${2:-90a-real}
   cd "$here/.." || exit 2
   local build=build/gpu-suite
@@ -25,12 +33,13 @@ stage() {
   cmake --preset cuda -B "$build" -DCMAKE_CUDA_ARCHITECTURES="$architectures" -DESPALIER_TEST_ROOT=. \
     -DCMAKE_CUDA_FLAGS_RELWITHDEBINFO="-O3 --compress-mode=size" \
     -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O2 -D_GLIBCXX_ASSERTIONS -ffunction-sections -fdata-sections" \
-    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=OFF || return
+    -DCMAKE_EXE_LINKER_FLAGS="-Wl,--gc-sections" -DESPALIER_MPI=OFF -DESPALIER_NCCL=AUTO || return
   # Those that run something on a GPU.
-  local tests=(tests/cuda_{moe,linear,graph,load}_test.cc tests/{backend_conformance,linear,cli}_test.cc)
+  local tests=(tests/cuda_{moe,linear,graph,load,partition,probes}_test.cc tests/{backend_conformance,bench_command,linear,cli}_test.cc)
   local targets=(espalier_cli cuda_linear_bench)
   local test
   for test in "${tests[@]}"; do targets+=("$(basename "$test" .cc)"); done
+  if cmake --build "$build" --target help | grep '^nccl_test:' >/dev/null; then targets+=(nccl_test); fi
   cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || return
   rm -rf "$folder"
   mkdir -p "$folder"/{bin,lib,data,tests} || return
@@ -48,16 +57,33 @@ stage() {
   mkdir -p "$folder/tests/data" && cp -r tests/data/fixtures "$folder/tests/data/" &&
     cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
     cp bench/torch_{grouped,linear}.py scripts/gpu_suite.sh "$folder/" || return
+  if [[ -n $python ]]; then stage_faces "$python" "$build" "$folder" || return; fi
+  # Every program holds the library: packed, they are a third.
+  tar -C "$folder" -czf "$folder/programs.tar.gz" bin lib && rm -r "${folder:?}"/{bin,lib} || return
   local mib
   mib=$(du -sm "$folder" | cut -f1)
   echo "$folder: $mib MiB of at most $limit_mib"
   ((mib <= limit_mib))
 }
 
-# What a bare machine lacks. The C library and its loader must be its own.
+# The package as a wheel around the library of the build, and what its tests read.
+stage_faces() {
+  local python=$1 build=$2 folder=$3
+  cmake --build "$build" -j "$(nproc)" --target espalier_c &&
+    PYTHON=$python scripts/wheel.sh --build "$build" --out "$folder/python" || return
+  rm -f "$folder"/python/*.tar.gz
+  mkdir -p "$folder"/{bench,docs,tests/python} &&
+    cp tests/python/{package_support,transformers_checkpoints,test_torch,test_transformers}.py "$folder/tests/python/" &&
+    mkdir -p "$folder/tests/data/golden" && cp tests/data/golden/model_golden.safetensors "$folder/tests/data/golden/" &&
+    cp data/heldout.txt "$folder/data/" &&
+    cp docs/{torch,transformers}.md "$folder/docs/" &&
+    cp bench/serve_bench.py "$folder/bench/"
+}
+
+# What a bare machine lacks. The C library and its loader must be its own, and NCCL alone is 200 MB.
 copy_libraries() {
   ldd "$1" | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' |
-    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil)\.so' |
+    grep -Ev '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libresolv|libutil|libnccl)\.so' |
     while read -r library; do cp -L "$library" "$2/" || exit 1; done
 }
 
@@ -98,8 +124,36 @@ bench() {
 run_tests() {
   local program
   for program in bin/*_test; do
+    if [[ $program == bin/nccl_test ]]; then continue; fi
     step "test-$(basename "$program" _test)" 240 "$program" --gtest_filter='*Cuda*:*cuda*:*Gpu*' --gtest_brief=0
   done
+}
+
+# The package in the torch and transformers of the machine, which bring their own libraries. A GPU that cannot be used
+# fails here.
+run_faces() {
+  local site face
+  site=$(mktemp -d)
+  step faces-install 120 env -u LD_LIBRARY_PATH python3 -m pip install --quiet --no-index --no-deps --no-compile \
+    --no-cache-dir --target "$site" python/*.whl
+  for face in torch transformers; do
+    step "faces-$face" 400 env -u LD_LIBRARY_PATH PYTHONPATH="$site" ESPALIER_REQUIRE_GPU=1 \
+      python3 -m pytest -q -rfEs -p no:cacheprovider --durations=10 --junitxml="$results/faces-$face.xml" \
+      "tests/python/test_$face.py"
+  done
+  rm -rf "$site"
+}
+
+# A world of one GPU, with the machine's NCCL or that of its torch.
+run_nccl() {
+  local folder
+  folder=$(python3 -c 'import nvidia.nccl as n; print(n.__path__[0] + "/lib")' 2>/dev/null)
+  local path=$LD_LIBRARY_PATH${folder:+:$folder}
+  if [[ ! -x bin/nccl_test ]] || LD_LIBRARY_PATH=$path ldd bin/nccl_test | grep 'not found' >/dev/null; then
+    summary+=("nccl                                   not here")
+    return
+  fi
+  step test-nccl 60 env LD_LIBRARY_PATH="$path" bin/nccl_test
 }
 
 run_sanitizer() {
@@ -161,6 +215,11 @@ print_tables() {
     env -u LD_LIBRARY_PATH python3 torch_grouped.py "$file" --table ${grouped:+"$grouped"} 2>/dev/null ||
       grep -E '"(geometry|tokens|median_us|serial_median_us|failure)"' "$file"
   done
+  for file in "$results"/faces-{torch,transformers}.log; do
+    [[ -s $file ]] || continue
+    printf '\n%s\n' "$(basename "$file" .log)"
+    grep -E '^(FAILED|ERROR|SKIPPED) |^[0-9]+ (passed|failed|skipped)' "$file" | cut -c1-300
+  done
   if [[ -s $results/linears-mcg.log ]]; then
     echo
     cat "$results/linears-mcg.log"
@@ -172,20 +231,29 @@ print_tables() {
 }
 
 run() {
-  local quick=0
-  if [[ ${1:-} == --quick ]]; then
-    quick=1
-    shift
-  fi
+  local quick=0 only_faces=0
+  case ${1:-} in
+    --quick) quick=1 ;;
+    --faces) only_faces=1 ;;
+  esac
+  if ((quick || only_faces)); then shift; fi
+  (($# <= 1)) || usage
   results=${1:-${OUT:-$PWD/results}}
   mkdir -p "$results" && results=$(cd "$results" && pwd) || return 2
   cd "$here" || return 2
+  if [[ ! -d bin ]]; then tar -xzf programs.tar.gz || return 2; fi
   export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   step doctor 30 bin/espalier doctor
-  step verify 60 bin/espalier verify data/tiny-qwen3moe-exl3-mixed --device cuda
-  run_tests
-  if [[ $quick == 0 ]]; then run_sanitizer; fi
-  run_benchmarks "$quick"
+  if ((!only_faces)); then
+    step verify 60 bin/espalier verify data/tiny-qwen3moe-exl3-mixed --device cuda
+    run_tests
+    run_nccl
+  fi
+  if ((only_faces)) || [[ -d python ]]; then run_faces; fi
+  if ((!only_faces)); then
+    if [[ $quick == 0 ]]; then run_sanitizer; fi
+    run_benchmarks "$quick"
+  fi
   print_tables
   echo
   printf '%s\n' "${summary[@]}"
@@ -195,12 +263,9 @@ run() {
 
 case ${1:-} in
   stage)
-    (($# >= 2 && $# <= 3)) || usage
+    (($# >= 2)) || usage
     stage "${@:2}"
     ;;
-  run)
-    (($# <= 3)) || usage
-    run "${@:2}"
-    ;;
+  run) run "${@:2}" ;;
   *) usage ;;
 esac

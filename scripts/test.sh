@@ -14,7 +14,7 @@ fuzz_seconds=${ESPALIER_FUZZ_SECONDS:-20}
 # Tests that start threads: these run under the thread sanitizer. Names of tests/*_test.cc.
 threaded_tests=(parallel_test thread_pool_test backend_conformance_test load_test)
 # Tests that a build with CUDA changes; those that need a GPU skip and say so where there is none.
-cuda_tests=(device_test backend_select_test backend_conformance_test linear_test cli_test)
+cuda_tests=(device_test backend_select_test backend_conformance_test bench_command_test linear_test cli_test)
 for source in tests/cuda_*_test.cc; do cuda_tests+=("$(basename "$source" .cc)"); done
 
 passed=0

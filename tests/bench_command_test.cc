@@ -3,6 +3,7 @@
 // espalier bench: its JSON against what the layer is made of, gates that fail, its refusals, its picture. No
 // time is judged.
 #include <espalier/checkpoint.h>
+#include <espalier/device.h>
 #include <espalier/formats.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -12,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <regex>
 #include <string>
 #include <vector>
@@ -70,6 +72,9 @@ TEST(BenchCommand, MeasuresEveryNumberOfTokens) {
   const double matrix_tflop_s = json["limits"]["matrix_tflop_s"];
   EXPECT_GT(read_gb_s, 0);
   EXPECT_GT(matrix_tflop_s, 0);
+  EXPECT_TRUE(json["limits"].at("decode_tweights_s").is_null());
+  EXPECT_TRUE(json["limits"].at("decode").is_null());
+  EXPECT_EQ(json["limits"].at("decode_rates"), Json::array());
 
   ASSERT_EQ(json["results"].size(), 3u);
   for (size_t i = 0; i < 3; ++i) {
@@ -116,6 +121,41 @@ TEST(BenchCommand, MeasuresEveryNumberOfTokens) {
   // At 40 tokens and 4 of 16 experts a token, one expert left out would be a chance of 1 in 6000.
   EXPECT_EQ(json["results"][2]["experts_touched"], 16);
   EXPECT_EQ(json["results"][2]["packed_bytes"], kWeightsPerExpert * (12 * 3 + 4 * 4) / 8);
+}
+
+// Each weight at the rate of its own format, one after the other.
+TEST(BenchCommand, TellsTheShareOfDecodingOnCuda) {
+  if (const auto devices = CudaDevices(); !devices) GTEST_SKIP() << devices.error().message();
+  const JsonResult result = BenchBundled({"--tokens", "1,40", "--device", "cuda"});
+  ASSERT_EQ(result.exit_code, 0) << result.standard_error;
+  const Json& limits = result.document["limits"];
+  std::map<int, double> rates;
+  for (const Json& rate : limits["decode_rates"]) {
+    EXPECT_EQ(rate["codebook"], "mcg");
+    EXPECT_GT(rate["tweights_s"].get<double>(), 0);
+    rates[rate["bits"]] = rate["tweights_s"];
+  }
+  EXPECT_EQ(limits["decode_rates"].size(), 2u);
+  ASSERT_EQ(rates.size(), 2u) << limits;
+  const double us_of_k3 = static_cast<double>(kWeightsPerExpert) / (rates.at(3) * 1e6);
+  const double us_of_k4 = static_cast<double>(kWeightsPerExpert) / (rates.at(4) * 1e6);
+  EXPECT_NEAR(limits["decode_tweights_s"].get<double>(),
+              16.0 * kWeightsPerExpert / (12 * us_of_k3 + 4 * us_of_k4) * 1e-6, 1e-9);
+  ASSERT_EQ(result.document["results"].size(), 2u);
+  for (const Json& row : result.document["results"]) {
+    SCOPED_TRACE(row.dump());
+    // How many of each were touched follows from weights and bytes.
+    const double experts = row["experts_touched"];
+    const double bits = row["packed_bytes"].get<double>() * 8 / kWeightsPerExpert;
+    const double experts_of_k4 = bits - 3 * experts;
+    const double decode_us = (experts - experts_of_k4) * us_of_k3 + experts_of_k4 * us_of_k4;
+    const double expected = decode_us / row["median_us"].get<double>();
+    EXPECT_NEAR(row["share_of_decode"].get<double>(), expected, 1e-4 * expected);
+  }
+  const auto text =
+      Espalier({"bench", kBundled, "--layer", "1", "--tokens", "8", "--samples", "1", "--device", "cuda"});
+  EXPECT_THAT(text.standard_output, AllOf(HasSubstr("\n          decode "), HasSubstr("K3 mcg "),
+                                          HasSubstr("K4 mcg "), HasSubstr("mma.m16n8k16")));
 }
 
 TEST(BenchCommand, HasNoSerialFormOfOneTier) {

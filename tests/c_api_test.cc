@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -104,12 +105,13 @@ TEST(CLibrary, NamesEveryStatus) {
   EXPECT_STREQ(espalier_status_name(ESPALIER_OK), "ok");
   EXPECT_STREQ(espalier_status_name(ESPALIER_INTERNAL), "internal");
   EXPECT_STREQ(espalier_status_name(ESPALIER_DEVICE), "device");
-  EXPECT_STREQ(espalier_status_name(9), "unknown");
+  EXPECT_STREQ(espalier_status_name(ESPALIER_CANCELLED), "cancelled");
+  EXPECT_STREQ(espalier_status_name(10), "unknown");
   EXPECT_STREQ(espalier_status_name(-1), "unknown");
   std::set<std::string> names;
-  for (int32_t status = ESPALIER_OK; status <= ESPALIER_DEVICE; ++status)
+  for (int32_t status = ESPALIER_OK; status <= ESPALIER_CANCELLED; ++status)
     names.insert(espalier_status_name(status));
-  EXPECT_EQ(names.size(), 9u);
+  EXPECT_EQ(names.size(), 10u);
 }
 
 // One call of a layer, in memory of the caller.
@@ -516,6 +518,135 @@ TEST_F(CApi, ReportsProgress) {
   EXPECT_OK(espalier_experts_free(experts));
 }
 
+TEST_F(CApi, StopsALoad) {
+  struct Seen {
+    int progress = 0;
+    int asked = 0;
+    int stops_at = 0;
+  };
+  auto load = Sized<espalier_load_options>();
+  load.stop = [](void* context) {
+    auto* seen = static_cast<Seen*>(context);
+    return ++seen->asked == seen->stops_at ? 1 : 0;
+  };
+  for (const bool with_progress : {false, true}) {
+    Seen seen{.stops_at = 2};
+    load.progress_context = &seen;
+    if (with_progress)
+      load.progress = [](void* context, uint64_t, uint64_t) { ++static_cast<Seen*>(context)->progress; };
+    espalier_experts* experts = nullptr;
+    ExpectFailure(espalier_experts_load(checkpoint_, 0, &load, &experts), ESPALIER_CANCELLED,
+                  "stopped by the caller");
+    EXPECT_EQ(experts, nullptr);
+    EXPECT_EQ(seen.asked, 2);
+    EXPECT_EQ(seen.progress, with_progress ? 2 : 0);
+    seen = {.stops_at = 1};
+    espalier_linear* linear = nullptr;
+    ExpectFailure(espalier_linear_load(checkpoint_, "lm_head", nullptr, &load, &linear), ESPALIER_CANCELLED,
+                  "lm_head");
+    EXPECT_EQ(linear, nullptr);
+    seen = {.stops_at = -1};
+    ASSERT_OK(espalier_experts_load(checkpoint_, 0, &load, &experts));
+    EXPECT_OK(espalier_experts_free(experts));
+  }
+}
+
+TEST_F(CApi, LoadsForOneTypeOfInput) {
+  auto load = Sized<espalier_load_options>();
+  load.io = ESPALIER_DTYPE_BF16;
+  espalier_experts* experts = nullptr;
+  ASSERT_OK(espalier_experts_load(checkpoint_, 0, &load, &experts));
+  espalier_plan_options options = Options();
+  espalier_moe_plan* plan = nullptr;
+  ExpectFailure(espalier_moe_plan_create(experts, &options, &plan), ESPALIER_GEOMETRY,
+                "prepared for inputs of type BF16; the plan asks for F32");
+  options.input = ESPALIER_DTYPE_BF16;
+  EXPECT_OK(espalier_moe_plan_create(experts, &options, &plan));
+  EXPECT_OK(espalier_moe_plan_free(plan));
+  EXPECT_OK(espalier_experts_free(experts));
+
+  espalier_experts* other = nullptr;
+  load.io = ESPALIER_DTYPE_F64;
+  ExpectFailure(espalier_experts_load(checkpoint_, 0, &load, &other), ESPALIER_UNSUPPORTED, "type F64");
+  load.io = 99;
+  ExpectFailure(espalier_experts_load(checkpoint_, 0, &load, &other), ESPALIER_USAGE, "io 99; legal: ");
+  load.io = 0;
+  load.reserved_2 = 1;
+  ExpectFailure(espalier_experts_load(checkpoint_, 0, &load, &other), ESPALIER_USAGE, "reserved_2 is 1");
+  EXPECT_EQ(other, nullptr);
+}
+
+// What a program of the first version has behind its structs is none of the library's business.
+TEST_F(CApi, TakesStructsOfTheFirstVersion) {
+  auto load = Sized<espalier_load_options>();
+  load.size = offsetof(espalier_load_options, io);
+  load.io = 99;
+  espalier_experts* experts = nullptr;
+  ASSERT_OK(espalier_experts_load(checkpoint_, 0, &load, &experts));
+  espalier_plan_options options = Options();
+  options.size = offsetof(espalier_plan_options, pool);
+  options.pool = reinterpret_cast<const espalier_thread_pool*>(uintptr_t{1} << 40);
+  espalier_moe_plan* plan = Plan(experts, options);
+  EXPECT_OK(espalier_moe_plan_free(plan));
+  EXPECT_OK(espalier_experts_free(experts));
+  load.size -= 1;
+  EXPECT_EQ(espalier_experts_load(checkpoint_, 0, &load, &experts), ESPALIER_USAGE);
+}
+
+TEST_F(CApi, PlansShareAThreadPool) {
+  espalier_thread_pool* pool = nullptr;
+  ExpectFailure(espalier_thread_pool_create(-1, &pool), ESPALIER_USAGE, "-1");
+  EXPECT_EQ(espalier_thread_pool_create(ThreadPool::kMaxThreads + 1, &pool), ESPALIER_USAGE);
+  EXPECT_EQ(pool, nullptr);
+  ASSERT_OK(espalier_thread_pool_create(3, &pool));
+  int32_t size = 0;
+  ASSERT_OK(espalier_thread_pool_get_size(pool, &size));
+  EXPECT_EQ(size, 3);
+
+  espalier_experts* experts = Load(0);
+  espalier_linear* linear = nullptr;
+  ASSERT_OK(espalier_linear_load(checkpoint_, "lm_head", nullptr, nullptr, &linear));
+  const Call call(256, 16);
+  espalier_plan_options options = Options();
+  options.num_threads = 3;
+  espalier_moe_plan* alone = Plan(experts, options);
+  options.num_threads = 0;
+  options.pool = pool;
+  espalier_moe_plan* shared = Plan(experts, options);
+  espalier_linear_plan* linear_plan = nullptr;
+  ASSERT_OK(espalier_linear_plan_create(linear, &options, &linear_plan));
+  auto info = Sized<espalier_plan_info>(), expected = Sized<espalier_plan_info>();
+  ASSERT_OK(espalier_moe_plan_get_info(shared, &info));
+  ASSERT_OK(espalier_moe_plan_get_info(alone, &expected));
+  EXPECT_EQ(info.workspace_bytes, expected.workspace_bytes) << "scratch memory of three threads";
+
+  // The plans keep the threads.
+  EXPECT_OK(espalier_thread_pool_free(pool));
+  EXPECT_EQ(Run(shared, experts, call), Run(alone, experts, call));
+  espalier_moe_plan* other = nullptr;
+  ExpectFailure(espalier_moe_plan_create(experts, &options, &other), ESPALIER_USAGE, "espalier_thread_pool");
+  EXPECT_EQ(espalier_thread_pool_get_size(pool, &size), ESPALIER_USAGE);
+  EXPECT_EQ(other, nullptr);
+
+  ASSERT_OK(espalier_linear_plan_get_info(linear_plan, &info));
+  HostBuffer workspace = Require(HostBuffer::Create(info.workspace_bytes));
+  std::vector<float> y(kTokens * info.out_channels);
+  auto args = Sized<espalier_linear_args>();
+  args.num_tokens = kTokens;
+  args.x = call.x.data();
+  args.x_row_stride = info.in_channels;
+  args.y = y.data();
+  args.y_row_stride = info.out_channels;
+  args.workspace = workspace.data();
+  args.workspace_bytes = workspace.size_bytes();
+  EXPECT_OK(espalier_linear_run(linear_plan, linear, &args));
+  EXPECT_OK(espalier_linear_plan_free(linear_plan));
+  EXPECT_OK(espalier_linear_free(linear));
+  EXPECT_OK(espalier_moe_plan_free(shared));
+  EXPECT_OK(espalier_moe_plan_free(alone));
+  EXPECT_OK(espalier_experts_free(experts));
+}
+
 TEST_F(CApi, ReachesEveryCategory) {
   espalier_checkpoint* other = nullptr;
   ExpectFailure(espalier_checkpoint_open("/nonexistent", &other), ESPALIER_IO, "/nonexistent");
@@ -627,6 +758,8 @@ TEST_F(CApi, RefusesNull) {
   uint64_t number = 0;
   const int32_t refused[] = {
       espalier_get_capabilities(nullptr),
+      espalier_thread_pool_create(1, nullptr),
+      espalier_thread_pool_get_size(nullptr, nullptr),
       espalier_checkpoint_open(nullptr, nullptr),
       espalier_checkpoint_open(kBundled, nullptr),
       espalier_checkpoint_get_info(nullptr, nullptr),

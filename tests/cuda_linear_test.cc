@@ -26,6 +26,7 @@ using test::MatrixFormat;
 using test::PlacedBytes;
 using test::Random;
 
+constexpr int kDense = cuda::kDenseTokens;  // from where on a matrix may be decoded first
 constexpr double kGate = 1e-3;
 constexpr double kCosine = 0.999999;
 
@@ -158,7 +159,7 @@ TEST_F(CudaLinear, EveryRateAndCodebookAtEveryTokenCount) {
     for (const int bits : kAllBits) {
       const PreparedLinear linear =
           MakeLinear(640, 384, 0, 0, {.bits = bits, .codebook = codebook.codebook}, 3);
-      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, 256, 300}) {
+      for (const uint64_t tokens : {1, 2, 8, 9, 16, 17, 32, 33, 64, 144, 145, kDense, kDense + 44}) {
         SCOPED_TRACE(fmt::format("{} K {}, {} tokens", codebook.name, bits, tokens));
         ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
       }
@@ -210,7 +211,8 @@ TEST_F(CudaLinear, RowsThatShareADecodedMatrix) {
     for (const Codebook codebook : {Codebook::kMcg, Codebook::kMul1}) {
       const PreparedLinear linear =
           MakeLinear(shape.in, shape.out, 0, 0, {.bits = 4, .codebook = codebook, .bias = true}, 6);
-      for (const uint64_t tokens : {256, 257, 300, 321, 449, 511, 700}) {
+      for (const uint64_t more : {0, 1, 44, 65, 193, 255, 444}) {
+        const uint64_t tokens = kDense + more;
         SCOPED_TRACE(
             fmt::format("{} x {} {}, {} tokens", shape.in, shape.out, CodebookName(codebook), tokens));
         ExpectWithinGate(linear, static_cast<uint64_t>(tokens), Dtype::kBF16);
@@ -246,7 +248,7 @@ TEST_F(CudaLinear, TypesOfManyRows) {
 // A row's bits come from that row alone, wherever the other rows are far away or not numbers.
 TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
-  constexpr uint64_t kTokens = 300;
+  constexpr uint64_t kTokens = kDense + 44;
   std::vector<double> x = RandomInput(placed, kTokens, 4);
   const Options options = {.forced = DenseIfPossible(kTokens)};
   const std::vector<double> expected = Values(placed, x, options);
@@ -281,7 +283,7 @@ TEST_F(CudaLinear, MagnitudesOfManyRows) {
 
 TEST_F(CudaLinear, RepeatsAndGraphsGiveTheSameBits) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
-  for (const uint64_t tokens : {1, 9, 65, 300, 700}) {
+  for (const uint64_t tokens : {1, 9, 65, kDense + 44, kDense + 444}) {
     SCOPED_TRACE(tokens);
     const std::vector<double> x = RandomInput(placed, static_cast<uint64_t>(tokens), 4);
     const Options options = {.forced = DenseIfPossible(tokens)};

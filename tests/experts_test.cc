@@ -281,7 +281,10 @@ TEST(LoadExperts, Relu2LeavesTheGateOut) {
 TEST(LoadExperts, ReportsProgressToTheEnd) {
   std::vector<std::pair<uint64_t, uint64_t>> seen;
   LoadOptions options;
-  options.progress = [&](uint64_t done, uint64_t total) { seen.emplace_back(done, total); };
+  options.progress = [&](uint64_t done, uint64_t total) {
+    seen.emplace_back(done, total);
+    return true;
+  };
   const PreparedExperts experts = LoadFixture("stock-qwen3", "1", options);
   ASSERT_GE(seen.size(), 2u);
   EXPECT_EQ(seen.front().first, 0u);

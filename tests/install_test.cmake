@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Installs BUILD_DIR into an empty prefix, then builds and runs tests/install against it, once through
 # find_package and once through pkg-config. Run with cmake -P; any failure ends it with an error.
+# With SHARED=OFF the same of a library without the C interface and without programs.
 cmake_minimum_required(VERSION 3.25)
 
-set(work ${BUILD_DIR}/install_test)
+set(work ${WORK_DIR})
 set(checkpoint ${SOURCE_DIR}/data/tiny-qwen3moe-exl3-mixed)
 set(c_example ${SOURCE_DIR}/examples/c/one_layer.c)
 file(REMOVE_RECURSE ${work})
@@ -31,13 +32,31 @@ function(expect_layer program)
   endif()
 endfunction()
 
-run(${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${work}/prefix)
-foreach(file include/espalier/espalier.h include/espalier/formats.def include/espalier/version.h
-        include/espalier/espalier_c.h bin/espalier)
+set(installed ${BUILD_DIR})
+set(expected include/espalier/espalier.h include/espalier/formats.def include/espalier/version.h)
+if(SHARED)
+  list(APPEND expected include/espalier/espalier_c.h bin/espalier)
+else()
+  # With the archive of BUILD_DIR, which is the same: to compile it again would take minutes.
+  set(installed ${work}/build)
+  run(${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${installed} -G ${GENERATOR} -DCMAKE_BUILD_TYPE=Release
+      -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_C_COMPILER=${C} -DESPALIER_CUDA=${CUDA} -DESPALIER_SHARED=OFF
+      -DESPALIER_CLI=OFF -DESPALIER_EXAMPLES=OFF -DESPALIER_TESTS=OFF)
+  file(COPY ${BUILD_DIR}/src/libespalier.a DESTINATION ${installed}/src)
+endif()
+run(${CMAKE_COMMAND} --install ${installed} --prefix ${work}/prefix)
+foreach(file ${expected})
   if(NOT EXISTS ${work}/prefix/${file})
     message(FATAL_ERROR "not installed: ${file}")
   endif()
 endforeach()
+if(NOT SHARED)
+  file(GLOB_RECURSE surplus ${work}/prefix/*espalier_c* ${work}/prefix/bin/*)
+  if(surplus)
+    message(FATAL_ERROR "installed without the C interface and programs: ${surplus}")
+  endif()
+  set(c_example "")
+endif()
 
 # Nothing of the build or source tree may be left in what was installed.
 file(GLOB_RECURSE texts ${work}/prefix/*.cmake ${work}/prefix/*.pc ${work}/prefix/*.h)
@@ -55,7 +74,9 @@ run(${CMAKE_COMMAND} -S ${SOURCE_DIR}/tests/install -B ${work}/cmake -DCMAKE_BUI
     -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_C_COMPILER=${C} -DC_EXAMPLE=${c_example} -DCMAKE_PREFIX_PATH=${work}/prefix)
 run(${CMAKE_COMMAND} --build ${work}/cmake)
 expect_token(${work}/cmake/one_token)
-expect_layer(${work}/cmake/one_layer)
+if(SHARED)
+  expect_layer(${work}/cmake/one_layer)
+endif()
 
 file(GLOB_RECURSE pc ${work}/prefix/*/espalier.pc)
 cmake_path(GET pc PARENT_PATH pc_dir)
@@ -70,7 +91,9 @@ if(NOT output MATCHES "^${VERSION}")
   message(FATAL_ERROR "pkg-config says version ${output} instead of ${VERSION}")
 endif()
 
-run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${pc_dir} ${PKG_CONFIG} --cflags --libs espalier_c)
-separate_arguments(pc_flags UNIX_COMMAND "${output}")
-run(${C} -std=c11 -O1 ${c_example} -o ${work}/one_layer_pc ${pc_flags} -Wl,-rpath,${lib_dir})
-expect_layer(${work}/one_layer_pc)
+if(SHARED)
+  run(${CMAKE_COMMAND} -E env PKG_CONFIG_PATH=${pc_dir} ${PKG_CONFIG} --cflags --libs espalier_c)
+  separate_arguments(pc_flags UNIX_COMMAND "${output}")
+  run(${C} -std=c11 -O1 ${c_example} -o ${work}/one_layer_pc ${pc_flags} -Wl,-rpath,${lib_dir})
+  expect_layer(${work}/one_layer_pc)
+endif()

@@ -314,6 +314,7 @@ TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
   options.progress = [&](uint64_t bytes, uint64_t total) {
     EXPECT_EQ(total, sizes.read_bytes);
     done.push_back(bytes);
+    return true;
   };
   const Result<PreparedExperts> experts = Load(1, options);
   ASSERT_TRUE(experts);
@@ -322,6 +323,31 @@ TEST_P(LoadFaults, ProgressGrowsToTheBytesThatWereForetold) {
   EXPECT_EQ(done.back(), sizes.read_bytes);
   EXPECT_EQ(sizes.read_bytes, plan_->layers()[0].ranks[1].weight_bytes);
   EXPECT_EQ(experts->slab_bytes(), sizes.table.slab_bytes());
+}
+
+TEST_P(LoadFaults, StopsWhereTheCallerSaysSo) {
+  const LoadSizes sizes = SizeExperts(*checkpoint_, *plan_, 0, 1).value();
+  for (const int threads : {1, 7}) {
+    for (const size_t stop_at : {size_t{1}, size_t{2}, size_t{5}}) {
+      Allocator allocator;
+      std::vector<uint64_t> done;
+      LoadOptions options{.allocate = std::ref(allocator), .num_threads = threads};
+      options.progress = [&](uint64_t bytes, uint64_t) {
+        done.push_back(bytes);
+        return done.size() < stop_at;
+      };
+      const Result<PreparedExperts> experts = Load(1, options);
+      ASSERT_FALSE(experts);
+      EXPECT_EQ(experts.error().code(), StatusCode::kCancelled);
+      EXPECT_THAT(experts.error().message(),
+                  ::testing::AllOf(HasSubstr("layer 1"), HasSubstr("stopped by the caller")));
+      EXPECT_EQ(done.size(), stop_at) << "no call comes behind the one that stopped it";
+      EXPECT_LT(done.back(), sizes.read_bytes);
+      EXPECT_EQ(allocator.given, 1);
+      EXPECT_EQ(allocator.returned, 1) << "nothing is kept";
+    }
+  }
+  ExpectGood();
 }
 
 // The padding behind the payload of a slot is all that tells a wrong rate in the manifest from a right one.

@@ -48,7 +48,8 @@ enum espalier_status {
   ESPALIER_UNSUPPORTED = 5,  // well-formed, but a feature that this build lacks
   ESPALIER_GEOMETRY = 6,     // sizes that do not fit each other
   ESPALIER_CAPACITY = 7,     // more than a plan, a buffer or the memory holds
-  ESPALIER_DEVICE = 8        // a device is absent or failed
+  ESPALIER_DEVICE = 8,       // a device is absent or failed
+  ESPALIER_CANCELLED = 9     // the caller stopped it
 };
 
 // Names: espalier_list_names.
@@ -160,6 +161,17 @@ typedef struct espalier_gpu_info {
 } espalier_gpu_info;
 // ESPALIER_DEVICE, with the reason, where there is none.
 ESPALIER_C_API int32_t espalier_get_gpu(uint64_t index, espalier_gpu_info* info);
+
+// Threads for plans on the host: any number of plans share a pool (espalier_plan_options.pool).
+typedef struct espalier_thread_pool espalier_thread_pool;
+
+// `num_threads` work on one run together, and its caller is one of them; 0 = as many as the calling thread
+// may use cores. The others inherit its affinity. USAGE, CAPACITY.
+ESPALIER_C_API int32_t espalier_thread_pool_create(int32_t num_threads, espalier_thread_pool** pool);
+// The caller of a run included.
+ESPALIER_C_API int32_t espalier_thread_pool_get_size(const espalier_thread_pool* pool, int32_t* num_threads);
+// Plans that use the pool keep its threads.
+ESPALIER_C_API int32_t espalier_thread_pool_free(espalier_thread_pool* pool);
 
 // ---- Checkpoints ---------------------------------------------------------------------------------------
 
@@ -331,6 +343,8 @@ typedef struct espalier_linear espalier_linear;
 
 // Called from one thread at a time. Must return to its caller.
 typedef void (*espalier_progress)(void* context, uint64_t bytes_done, uint64_t bytes_total);
+// Asked after each call of that function, or where it would have been. Other than 0 stops the load.
+typedef int32_t (*espalier_stop)(void* context);
 
 typedef struct espalier_load_options {
   uint64_t size;
@@ -346,10 +360,13 @@ typedef struct espalier_load_options {
   uint64_t staging_bytes;  // host memory beside the package; 0 = 64 MiB
   espalier_progress progress;
   void* progress_context;
+  int32_t io;          // type of x that the model has: espalier_dtype, 0 = any, or what the source says
+  int32_t reserved_2;  // 0
+  espalier_stop stop;  // gets progress_context; CANCELLED then
 } espalier_load_options;
 
 // Reads the experts of a layer, each byte once, into one slab. NULL options: all defaults. USAGE, IO, FORMAT,
-// UNSUPPORTED, GEOMETRY, CAPACITY, DEVICE; the call may be repeated.
+// UNSUPPORTED, GEOMETRY, CAPACITY, DEVICE, CANCELLED; the call may be repeated.
 ESPALIER_C_API int32_t espalier_experts_load(const espalier_checkpoint* checkpoint, uint64_t layer,
                                              const espalier_load_options* options,
                                              espalier_experts** experts);
@@ -497,6 +514,8 @@ typedef struct espalier_plan_options {
   int32_t num_threads;  // 0 = all cores
   int32_t reserved;
   const char* executor;  // NULL = the best one of the device
+  // Host only; NULL = the one that all plans without share. num_threads = 0 then means all of it.
+  const espalier_thread_pool* pool;
 } espalier_plan_options;
 
 typedef struct espalier_plan_info {

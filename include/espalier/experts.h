@@ -221,8 +221,9 @@ struct LoadOptions {
   // Order of the codes in the slab; empty = the one that the device's executor reads: panels on the host,
   // native on a GPU, where panels are refused. It costs no memory, and no hash depends on it.
   std::optional<CodeOrder> order = {};
-  // Called from one thread at a time with bytes read so far and in all; may be empty.
-  std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
+  // Called from one thread at a time with bytes read so far and in all; may be empty. false stops the load,
+  // which then fails with kCancelled: pieces that are being read are finished, nothing else is read.
+  std::function<bool(uint64_t bytes_done, uint64_t bytes_total)> progress = {};
   // Where a slab on the host comes from; empty = HostBuffer::Create.
   std::function<Result<HostBuffer>(uint64_t size_bytes)> allocate = {};
 
@@ -237,7 +238,8 @@ struct LoadOptions {
 // Reads one whole layer into one slab. `layer` is a position in checkpoint.layers(). Checks the marker
 // tensors, and that no file has changed since it was opened. Every byte is read once, by parallel positioned
 // reads; where the file and the slab agree on the order, straight to its place. Errors: kUsage, kIo, kFormat,
-// kGeometry, kCapacity, kUnsupported, kDevice; nothing is kept on error, and the call may be repeated.
+// kGeometry, kCapacity, kUnsupported, kDevice, kCancelled; nothing is kept on error, and the call may be
+// repeated.
 Result<PreparedExperts> LoadExperts(const Checkpoint& checkpoint, size_t layer,
                                     const LoadOptions& options = {});
 

@@ -23,12 +23,13 @@ enum class StatusCode {
   kGeometry = 6,     // sizes that do not fit each other
   kCapacity = 7,     // more than a plan, a buffer or the machine's memory holds
   kDevice = 8,       // a device is absent or failed
+  kCancelled = 9,    // the caller stopped it
 };
 
-// "usage", "io", "format", "unsupported", "geometry", "capacity", "device".
+// "usage", "io", "format", "unsupported", "geometry", "capacity", "device", "cancelled".
 std::string_view StatusCodeName(StatusCode code);
 
-// 2 usage, 3 io, 4 format, 5 unsupported, 6 geometry and capacity, 7 device.
+// 2 usage, 3 io, 4 format, 5 unsupported, 6 geometry and capacity, 7 device, 8 cancelled.
 int ExitCode(StatusCode code);
 
 // Immutable; safe to share between threads.

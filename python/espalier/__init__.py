@@ -36,6 +36,7 @@ from ._core import (
     run_linear,
 )
 from ._errors import (
+    CancelledError,
     CapacityError,
     DeviceError,
     EspalierError,
@@ -49,6 +50,7 @@ from ._prepare import prepare, prepare_linear
 
 __all__ = [
     "Array",
+    "CancelledError",
     "CapacityError",
     "Checkpoint",
     "DeviceError",

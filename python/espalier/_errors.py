@@ -48,3 +48,9 @@ class DeviceError(EspalierError, RuntimeError):
     """A device is absent, another than expected, or failed."""
 
     category = "device"
+
+
+class CancelledError(EspalierError, RuntimeError):
+    """The caller stopped it: a progress function returned False."""
+
+    category = "cancelled"

@@ -43,7 +43,7 @@ def prepare(
     staging_bytes: host memory beside the package while it is read, over all threads; at least 65536.
     num_threads: that read; 0 = all cores.
     progress: True shows a tqdm bar; or a function of (bytes done, bytes in all), called from one thread at a
-        time. Its first exception ends the calls and is raised when the load is over, which gives nothing then.
+        time. It stops the load by an exception, which is raised here, or by returning False: CancelledError.
 
     Releases the GIL; Ctrl-C takes effect when the load is over. Raises UsageError, IoError, FormatError,
     GeometryError, CapacityError, UnsupportedError, DeviceError; nothing is kept then, and the call may be repeated.

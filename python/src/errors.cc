@@ -20,6 +20,8 @@ const char* ExceptionName(StatusCode code) {
       return "CapacityError";
     case StatusCode::kDevice:
       return "DeviceError";
+    case StatusCode::kCancelled:
+      return "CancelledError";
   }
   return "EspalierError";
 }

@@ -15,8 +15,8 @@
 
 namespace espalier::python {
 
-// Loading cannot be stopped half-way: the first exception ends the calls, and Finish() raises it when the
-// load is over.
+// An exception stops the load, and Finish() raises it; so does the value False, which is a CancelledError of
+// the library.
 class CallerProgress {
  public:
   explicit CallerProgress(nb::object function) : function_(std::move(function)) {
@@ -25,15 +25,15 @@ class CallerProgress {
   }
 
   // Empty without a function. Takes the GIL on whatever thread it is called.
-  std::function<void(uint64_t, uint64_t)> Callback() {
+  std::function<bool(uint64_t, uint64_t)> Callback() {
     if (function_.is_none()) return {};
     return [this](uint64_t done, uint64_t total) {
       const GilHeld held;
-      if (error_) return;
       try {
-        function_(done, total);
+        return !function_(done, total).is(nb::handle(Py_False));
       } catch (nb::python_error& error) {
         error_.emplace(std::move(error));
+        return false;
       }
     };
   }

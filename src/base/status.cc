@@ -19,6 +19,8 @@ std::string_view StatusCodeName(StatusCode code) {
       return "capacity";
     case StatusCode::kDevice:
       return "device";
+    case StatusCode::kCancelled:
+      return "cancelled";
   }
   return "unknown";
 }
@@ -38,6 +40,8 @@ int ExitCode(StatusCode code) {
       return 6;
     case StatusCode::kDevice:
       return 7;
+    case StatusCode::kCancelled:
+      return 8;
   }
   return 2;
 }

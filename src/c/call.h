@@ -67,6 +67,10 @@ inline Result<void> InRange(int32_t value, int count, std::string_view name) {
 // specialisation.
 template <typename Struct>
 inline constexpr uint64_t kFirstBytes = sizeof(Struct);
+template <>
+inline constexpr uint64_t kFirstBytes<espalier_load_options> = 80;
+template <>
+inline constexpr uint64_t kFirstBytes<espalier_plan_options> = 56;
 
 template <typename Struct>
 Result<void> CheckSize(const Struct* value, std::string_view name) {
@@ -85,6 +89,10 @@ Result<Struct> ReadStruct(const Struct* value, std::string_view name) {
   if constexpr (requires { known.reserved; }) {
     if (known.reserved != 0)
       return UsageError(fmt::format("{}: reserved is {}; legal: 0", name, known.reserved));
+  }
+  if constexpr (requires { known.reserved_2; }) {
+    if (known.reserved_2 != 0)
+      return UsageError(fmt::format("{}: reserved_2 is {}; legal: 0", name, known.reserved_2));
   }
   const auto* bytes = reinterpret_cast<const unsigned char*>(value);
   for (uint64_t i = sizeof(Struct); i < value->size; ++i) {

@@ -28,6 +28,9 @@ struct CheckpointObject {
   std::string layout;
   std::string activation;
 };
+struct ThreadPoolObject {
+  std::shared_ptr<ThreadPool> pool;
+};
 struct ExtentsObject {
   ExtentPlan plan;
 };
@@ -57,6 +60,7 @@ struct HandleTraits;
     static constexpr std::string_view kName = #handle; \
   };
 ESPALIER_C_HANDLE(espalier_checkpoint, CheckpointObject)
+ESPALIER_C_HANDLE(espalier_thread_pool, ThreadPoolObject)
 ESPALIER_C_HANDLE(espalier_extents, ExtentsObject)
 ESPALIER_C_HANDLE(espalier_experts, ExpertsObject)
 ESPALIER_C_HANDLE(espalier_linear, LinearObject)

@@ -40,6 +40,7 @@ static_assert(ESPALIER_UNSUPPORTED == static_cast<int>(StatusCode::kUnsupported)
 static_assert(ESPALIER_GEOMETRY == static_cast<int>(StatusCode::kGeometry));
 static_assert(ESPALIER_CAPACITY == static_cast<int>(StatusCode::kCapacity));
 static_assert(ESPALIER_DEVICE == static_cast<int>(StatusCode::kDevice));
+static_assert(ESPALIER_CANCELLED == static_cast<int>(StatusCode::kCancelled));
 static_assert(ESPALIER_PROJECTION_GATE == static_cast<int>(Projection::kGate));
 static_assert(ESPALIER_PROJECTION_UP == static_cast<int>(Projection::kUp));
 static_assert(ESPALIER_PROJECTION_DOWN == static_cast<int>(Projection::kDown));
@@ -150,6 +151,7 @@ const char* espalier_status_name(int32_t status) {
     case ESPALIER_GEOMETRY:
     case ESPALIER_CAPACITY:
     case ESPALIER_DEVICE:
+    case ESPALIER_CANCELLED:
       return StatusCodeName(static_cast<StatusCode>(status)).data();  // literals
     default:
       return "unknown";
@@ -183,6 +185,29 @@ int32_t espalier_list_names(int32_t which, const char** names, uint64_t* count) 
     for (const std::string& text : (*names_of)[static_cast<size_t>(which)]) pointers.push_back(text.c_str());
     return WriteList(std::span<const char* const>(pointers), names, count);
   });
+}
+
+int32_t espalier_thread_pool_create(int32_t num_threads, espalier_thread_pool** pool) {
+  return Call([&]() -> Result<void> {
+    if (auto checked = NotNull(pool, "pool"); !checked) return checked;
+    Result<std::shared_ptr<ThreadPool>> made = ThreadPool::Create(num_threads);
+    if (!made) return tl::unexpected(made.error());
+    return AddHandle({.pool = *std::move(made)}, pool);
+  });
+}
+
+int32_t espalier_thread_pool_get_size(const espalier_thread_pool* pool, int32_t* num_threads) {
+  return Call([&]() -> Result<void> {
+    const auto object = Find(pool);
+    if (!object) return tl::unexpected(object.error());
+    if (auto checked = NotNull(num_threads, "num_threads"); !checked) return checked;
+    *num_threads = (*object)->pool->num_threads();
+    return {};
+  });
+}
+
+int32_t espalier_thread_pool_free(espalier_thread_pool* pool) {
+  return Call([&] { return HandleTable<espalier_thread_pool>::Get().Free(pool); });
 }
 
 int32_t espalier_get_gpu(uint64_t index, espalier_gpu_info* info) {

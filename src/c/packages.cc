@@ -84,6 +84,7 @@ Result<MemorySource> ToMemorySource(const espalier_experts_source* source, const
   memory.source.hidden_channels = read->hidden_channels;
   memory.source.stored_hidden_channels = read->stored_hidden_channels;
   memory.source.activation = {.activation = options.activation.value_or(Activation{}), .rotation = *rotation};
+  memory.source.activation.io = options.io;
   if (read->io != 0) memory.source.activation.io = *io;
   memory.source.output_scale = options.output_scale;
   memory.source.rank_plan.tp = read->tp == 0 ? 1 : read->tp;
@@ -137,10 +138,18 @@ Result<LoadOptions> ToLoadOptions(const espalier_load_options* options) {
   known.hash = read->hash != 0;
   if (auto checked = CheckThreads(read->num_threads); !checked) return tl::unexpected(checked.error());
   known.num_threads = read->num_threads;
+  if (read->io != 0) {
+    const Result<Dtype> io = ToDtype(read->io, "io");
+    if (!io) return tl::unexpected(io.error());
+    known.io = *io;
+  }
   if (read->staging_bytes != 0) known.staging_bytes = read->staging_bytes;
-  if (read->progress != nullptr) {
-    known.progress = [call = read->progress, context = read->progress_context](
-                         uint64_t done, uint64_t total) { call(context, done, total); };
+  if (read->progress != nullptr || read->stop != nullptr) {
+    known.progress = [call = read->progress, stop = read->stop, context = read->progress_context](
+                         uint64_t done, uint64_t total) {
+      if (call != nullptr) call(context, done, total);
+      return stop == nullptr || stop(context) == 0;
+    };
   }
   return known;
 }

@@ -4,6 +4,7 @@
 #include <espalier/espalier.h>
 
 #include <limits>
+#include <memory>
 #include <string>
 
 #include "c/call.h"
@@ -17,6 +18,7 @@ struct PlanChoices {
   Dtype input = Dtype::kF32;
   Dtype output = Dtype::kF32;
   CpuMode mode = CpuMode::kFast;
+  std::shared_ptr<ThreadPool> pool;
 };
 
 Result<PlanChoices> ToChoices(const espalier_plan_options& options) {
@@ -36,6 +38,11 @@ Result<PlanChoices> ToChoices(const espalier_plan_options& options) {
   if (options.mode == ESPALIER_MODE_INT8) choices.mode = CpuMode::kInt8;
   if (auto checked = InRange(options.num_threads, ThreadPool::kMaxThreads + 1, "num_threads"); !checked)
     return tl::unexpected(checked.error());
+  if (options.pool != nullptr) {
+    const auto pool = Find(options.pool);
+    if (!pool) return tl::unexpected(pool.error());
+    choices.pool = (*pool)->pool;
+  }
   return choices;
 }
 
@@ -79,6 +86,7 @@ int32_t espalier_moe_plan_create(const espalier_experts* experts, const espalier
     if (read->executor != nullptr) known.executor = read->executor;
     known.mode = choices->mode;
     known.num_threads = read->num_threads;
+    known.pool = choices->pool;
     Result<MoePlan> made = MoePlan::Create((*object)->experts, known);
     if (!made) return tl::unexpected(made.error());
     std::string executor(made->backend().name());
@@ -156,6 +164,7 @@ int32_t espalier_linear_plan_create(const espalier_linear* linear, const espalie
     if (read->executor != nullptr) known.executor = read->executor;
     known.mode = choices->mode;
     known.num_threads = read->num_threads;
+    known.pool = choices->pool;
     Result<LinearPlan> made = LinearPlan::Create((*object)->linear, known);
     if (!made) return tl::unexpected(made.error());
     std::string executor(made->backend().name());

@@ -13,7 +13,9 @@ namespace {
 // putting a run on the stream.
 constexpr uint64_t kColdFactor = 8;
 constexpr uint64_t kMinColdBytes = uint64_t{256} << 20;
-constexpr uint64_t kMatrixRounds = 20'000;  // some milliseconds
+// Some milliseconds each.
+constexpr uint64_t kMatrixRounds = 20'000;
+constexpr uint64_t kDecodeRounds = 4'000;
 
 // Memory that was never written need not be there at all.
 Result<DeviceBuffer> FilledBuffer(const Stream& stream, uint64_t size_bytes) {
@@ -54,38 +56,46 @@ Result<ColdTimer> ColdTimer::Create(const Device& device) {
 Result<double> ColdTimer::ReadRate(uint64_t size_bytes, int passes) {
   const Result<DeviceBuffer> buffer = FilledBuffer(stream_, size_bytes);
   if (!buffer) return tl::unexpected(buffer.error());
-  double fastest = 0;
-  for (int pass = 0; pass < passes; ++pass) {
-    const Result<double> us =
-        Time([]() -> Result<void> { return {}; },
-             [&] { return EnqueueReadProbe(buffer->data(), size_bytes, limits_, result(), stream_.get()); });
-    if (!us) return us;
-    fastest = std::max(fastest, static_cast<double>(size_bytes) / *us * 1e6);
-  }
-  return fastest;
+  return FastestRate(passes, [&] {
+    return EnqueueReadProbe(buffer->data(), size_bytes, limits_, result(), stream_.get()).map([&] {
+      return size_bytes;
+    });
+  });
 }
 
 Result<double> ColdTimer::MatrixRate(int passes) {
-  double fastest = 0;
-  for (int pass = 0; pass < passes; ++pass) {
-    double flops = 0;
-    const Result<double> us = Time([]() -> Result<void> { return {}; },
-                                   [&]() -> Result<void> {
-                                     const Result<uint64_t> enqueued =
-                                         EnqueueMatrixProbe(kMatrixRounds, limits_, result(), stream_.get());
-                                     if (!enqueued) return tl::unexpected(enqueued.error());
-                                     flops = static_cast<double>(*enqueued);
-                                     return {};
-                                   });
-    if (!us) return us;
-    fastest = std::max(fastest, flops / *us * 1e6);
-  }
+  const Result<double> fastest = FastestRate(
+      passes, [&] { return EnqueueMatrixProbe(kMatrixRounds, limits_, result(), stream_.get()); });
+  if (!fastest) return fastest;
   ProbeResult last = {};
   if (auto read = Download(result_, std::as_writable_bytes(std::span(&last, 1))); !read)
     return tl::unexpected(read.error());
   if (last.nanoseconds > 0) {
     clock_mhz_ =
         std::round(1e3 * static_cast<double>(last.clock_ticks) / static_cast<double>(last.nanoseconds));
+  }
+  return fastest;
+}
+
+Result<double> ColdTimer::DecodeRate(int bits, Codebook codebook, int passes) {
+  return FastestRate(passes, [&] {
+    return EnqueueDecodeProbe(bits, codebook, kDecodeRounds, limits_, result(), stream_.get());
+  });
+}
+
+Result<double> ColdTimer::FastestRate(int passes, const std::function<Result<uint64_t>()>& enqueue) {
+  double fastest = 0;
+  for (int pass = 0; pass < passes; ++pass) {
+    double amount = 0;
+    const Result<double> us = Time([]() -> Result<void> { return {}; },
+                                   [&]() -> Result<void> {
+                                     const Result<uint64_t> enqueued = enqueue();
+                                     if (!enqueued) return tl::unexpected(enqueued.error());
+                                     amount = static_cast<double>(*enqueued);
+                                     return {};
+                                   });
+    if (!us) return us;
+    fastest = std::max(fastest, amount / *us * 1e6);
   }
   return fastest;
 }

@@ -5,6 +5,7 @@
 #define ESPALIER_SRC_CUDA_COLD_TIMER_H_
 
 #include <espalier/device.h>
+#include <espalier/formats.h>
 #include <espalier/status.h>
 
 #include <cstdint>
@@ -33,6 +34,8 @@ class ColdTimer {
   // The fastest of `passes`.
   Result<double> ReadRate(uint64_t size_bytes, int passes);  // bytes a second
   Result<double> MatrixRate(int passes);                     // operations a second
+  // Weights a second. REQUIRES: a rate and codebook of formats.def.
+  Result<double> DecodeRate(int bits, Codebook codebook, int passes);
 
   // Microseconds of what `run` puts on the stream. Before it and untimed: a read of everything cold, then
   // what `place` puts on the stream. The host is ahead of the device by then, so its own time does not count.
@@ -40,6 +43,8 @@ class ColdTimer {
 
  private:
   ColdTimer(Stream stream, Timer timer) : stream_(std::move(stream)), timer_(std::move(timer)) {}
+  // `enqueue` puts work on the stream and tells how much; amount a second.
+  Result<double> FastestRate(int passes, const std::function<Result<uint64_t>()>& enqueue);
   ProbeResult* result() { return reinterpret_cast<ProbeResult*>(result_.data()); }
 
   Stream stream_;

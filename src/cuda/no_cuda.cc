@@ -52,6 +52,9 @@ Result<void> RunLinearSteps(const LinearPlan&, const PreparedLinear&, const Line
   return NoCuda();
 }
 Result<uint64_t> EnqueueMatrixProbe(uint64_t, const DeviceLimits&, ProbeResult*, void*) { return NoCuda(); }
+Result<uint64_t> EnqueueDecodeProbe(int, Codebook, uint64_t, const DeviceLimits&, ProbeResult*, void*) {
+  return NoCuda();
+}
 
 }  // namespace cuda
 }  // namespace espalier

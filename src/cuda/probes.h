@@ -5,6 +5,7 @@
 #ifndef ESPALIER_SRC_CUDA_PROBES_H_
 #define ESPALIER_SRC_CUDA_PROBES_H_
 
+#include <espalier/formats.h>
 #include <espalier/status.h>
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace espalier::cuda {
 
-// What the probes leave behind, in device memory. ReadProbe touches `sum` only.
+// What the probes leave behind, in device memory. All but MatrixProbe touch `sum` only.
 struct ProbeResult {
   uint64_t sum;          // depends on everything that was read or computed
   uint64_t clock_ticks;  // of one multiprocessor, from the begin to the end of MatrixProbe
@@ -30,6 +31,12 @@ Result<void> EnqueueReadProbe(const void* buffer, uint64_t size_bytes, const Dev
 // architecture here has) without memory. Returns the operations, two a multiply-add.
 Result<uint64_t> EnqueueMatrixProbe(uint64_t rounds, const DeviceLimits& limits, ProbeResult* result,
                                     void* stream);
+
+// `rounds` times two quads a warp, decoded from registers into the matrix unit as the products of few rows do
+// it, with as many warps an SM, and without memory. Returns the weights decoded. REQUIRES: a rate and
+// codebook of formats.def.
+Result<uint64_t> EnqueueDecodeProbe(int bits, Codebook codebook, uint64_t rounds, const DeviceLimits& limits,
+                                    ProbeResult* result, void* stream);
 
 }  // namespace espalier::cuda
 

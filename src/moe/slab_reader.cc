@@ -71,19 +71,18 @@ std::optional<CopyRegion> CutTarget(const CopyRegion& region, uint64_t begin, ui
   return cut;
 }
 
-// Keeps the error of the earliest task that failed, and the bytes done.
+// Keeps the error of the earliest task that failed, the bytes done, and whether the caller stopped it all.
 class Outcome {
  public:
-  Outcome(const LoadOptions& options, uint64_t total) : options_(options), total_(total) {
-    if (options_.progress) options_.progress(0, total_);
-  }
+  Outcome(const LoadOptions& options, uint64_t total) : options_(options), total_(total) { Report(); }
 
-  bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  // Nothing more is to be read.
+  bool ended() const { return ended_.load(std::memory_order_relaxed); }
 
   void Finish(uint64_t task, const Result<void>& result, uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     if (!result) {
-      failed_ = true;
+      ended_ = true;
       if (!error_ || task < error_task_) {
         error_ = result.error();
         error_task_ = task;
@@ -91,19 +90,27 @@ class Outcome {
       return;
     }
     done_ += bytes;
-    if (options_.progress) options_.progress(done_, total_);
+    if (!ended()) Report();
   }
 
-  Result<void> Take() const {
+  Result<void> Take(const std::string& identity) const {
     if (error_) return tl::unexpected(*error_);
+    if (ended()) {
+      return Error(StatusCode::kCancelled, fmt::format("{}: stopped by the caller, {} of {} bytes were read",
+                                                       identity, done_, total_));
+    }
     return {};
   }
 
  private:
+  void Report() {
+    if (options_.progress && !options_.progress(done_, total_)) ended_ = true;
+  }
+
   const LoadOptions& options_;
   uint64_t total_;
   std::mutex mutex_;
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> ended_{false};
   std::optional<Status> error_;
   uint64_t error_task_ = 0;
   uint64_t done_ = 0;
@@ -306,7 +313,7 @@ Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, De
   std::vector<std::string> hashes(options.hash ? pieces_.size() : 0);
   Outcome outcome(options, read_bytes_);
   RunOnLanes(staging.lanes, tasks_.size(), [&](uint64_t lane, uint64_t index) {
-    if (outcome.failed()) return;
+    if (outcome.ended()) return;
     const Task& task = tasks_[index];
     const std::span<std::byte> own =
         memory->span().subspan(lane * staging.lane_bytes(), staging.lane_bytes());
@@ -322,7 +329,7 @@ Result<std::vector<std::string>> SlabReader::Read(const LoadOptions& options, De
     }
     outcome.Finish(index, done, task.bytes);
   });
-  if (auto done = outcome.Take(); !done) return tl::unexpected(done.error());
+  if (auto done = outcome.Take(identity_); !done) return tl::unexpected(done.error());
   if (auto same = CheckFiles(); !same) return tl::unexpected(same.error());
   return hashes;
 }

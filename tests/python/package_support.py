@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import numpy
+import pytest
 
 import espalier
 
@@ -15,6 +16,12 @@ TINY = ROOT / "data" / "tiny-qwen3moe-exl3-mixed"
 FIXTURES = ROOT / "tests" / "data" / "fixtures"
 # Containers with rank-table codebooks: refused by name.
 REFUSED = {"v1-coupled", "v1-lut-fp16"}
+
+
+def needs_gpu(torch):
+    """Skips a test where torch sees no GPU; with ESPALIER_REQUIRE_GPU there has to be one, and the test fails."""
+    skip = not torch.cuda.is_available() and not os.environ.get("ESPALIER_REQUIRE_GPU")
+    return pytest.mark.skipif(skip, reason="no GPU")
 
 
 def fixture_list(key):

@@ -363,6 +363,21 @@ def test_exception_of_a_progress_function(tiny, kind):
     assert espalier.prepare(tiny, 0).experts == 16  # and the call may be repeated
 
 
+def test_a_progress_function_stops_the_load(tiny):
+    calls = []
+
+    def stop(done, total):
+        calls.append((done, total))
+        return len(calls) < 3
+
+    with pytest.raises(espalier.CancelledError, match=r"layer 0 of .*: stopped by the caller, \d+ of \d+ bytes were read"):
+        espalier.prepare(tiny, 0, progress=stop)
+    assert len(calls) == 3 and calls[-1][0] < calls[-1][1]
+    with pytest.raises(espalier.CancelledError, match="lm_head"):
+        espalier.prepare_linear(tiny, "lm_head", progress=lambda done, total: False)
+    assert espalier.prepare(tiny, 0, progress=lambda done, total: 0).experts == 16  # only False itself stops it
+
+
 def test_bar(tiny, monkeypatch):
     tqdm = pytest.importorskip("tqdm.auto")
     bars = []

@@ -33,6 +33,7 @@ CATEGORIES = {
     "usage": (E.UsageError, ValueError), "io": (E.IoError, OSError), "format": (E.FormatError, ValueError),
     "unsupported": (E.UnsupportedError, NotImplementedError), "geometry": (E.GeometryError, ValueError),
     "capacity": (E.CapacityError, MemoryError), "device": (E.DeviceError, RuntimeError),
+    "cancelled": (E.CancelledError, RuntimeError),
 }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def cut_file(tmp_path):
     ("capacity", lambda c, t: E.run(E.plan(E.prepare(c, 0), max_tokens=1, top_k=4), E.prepare(c, 0), X, IDS, WEIGHTS),
      "3 tokens; the plan was made for at most 1"),
     ("device", lambda c, t: E.prepare(c, 0, device="cuda:63"), "cuda|CUDA|GPU"),
+    ("cancelled", lambda c, t: E.prepare(c, 0, progress=lambda done, total: False), "stopped by the caller"),
 ])  # fmt: skip
 def test_every_category_is_raised(tiny, tmp_path, category, call, text):
     kind, base = CATEGORIES[category]

@@ -7,7 +7,7 @@ import threading
 
 import numpy
 import pytest
-from package_support import ROOT, TINY, rel_l2
+from package_support import ROOT, TINY, needs_gpu, rel_l2
 
 import espalier
 
@@ -16,7 +16,8 @@ import espalier.torch as faces  # noqa: E402
 
 HIDDEN, EXPERTS, TOP_K = 256, 16, 4
 LINEAR = "model.layers.0.self_attn.q_proj"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+on_a_gpu = needs_gpu(torch)
+DEVICES = ["cpu", pytest.param("cuda", marks=on_a_gpu)]
 ROUNDING = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 ROWS = [0, 1, 2, 7, 33, 130]
 
@@ -144,7 +145,7 @@ def test_the_operators_keep_the_rules_of_torch(experts, linear):
         faces.release(number)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@on_a_gpu
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_captured_graph_gives_the_bits_of_eager(experts, rows):
     moe = faces.Moe(experts.to("cuda"))
@@ -165,16 +166,73 @@ def test_a_captured_graph_gives_the_bits_of_eager(experts, rows):
     assert not torch.equal(y, eager)
 
 
-def test_threads_may_call_at_once(experts):
-    moe = faces.Moe(experts)
-    cases = [tokens(rows, seed=rows) for rows in range(1, 17)]
+@on_a_gpu
+def test_graphs_made_by_torch_compile_give_the_bits_of_eager(experts, linear):
+    moe, projection = faces.Moe(experts.to("cuda")), faces.Linear(linear.to("cuda"))
+
+    def block(x, ids, weights):
+        return moe(x, ids, weights), projection(x)
+
+    compiled = torch.compile(block, dynamic=False, fullgraph=True, mode="reduce-overhead")
+    for dtype in ROUNDING:
+        for seed in range(4):  # eager, then captured, then replayed
+            args = tokens(7, dtype, device="cuda", seed=seed)
+            with torch.inference_mode():
+                torch.compiler.cudagraph_mark_step_begin()
+                for eager, graph in zip(block(*args), compiled(*args)):
+                    assert torch.equal(eager, graph), (dtype, seed)
+
+
+@on_a_gpu
+def test_a_call_runs_on_the_current_stream(experts, linear):
+    """The stream sleeps before it writes x: on any other stream the calls would find zeros."""
+    moe, projection = faces.Moe(experts.to("cuda")), faces.Linear(linear.to("cuda"))
+    x, ids, weights = tokens(33, device="cuda")
+    expected = moe(x, ids, weights), projection(x)
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(500_000_000)
+        late.copy_(x)
+        found = moe(late, ids, weights), projection(late)
+    side.synchronize()
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@on_a_gpu
+def test_arrays_of_torch_on_a_gpu_in_the_package_itself(experts):
+    on_gpu = experts.to("cuda")
+    x, ids, weights = tokens(33, device="cuda")
+    plan = espalier.plan(on_gpu, max_tokens=33, top_k=TOP_K)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        out = torch.full_like(x, float("nan"))
+        y = espalier.run(plan, on_gpu, x, ids, weights, out=out, workspace=workspace, stream=side.cuda_stream)
+    side.synchronize()
+    assert y is out
+    assert rel_l2(oracle(experts, x, ids, weights), y.cpu().numpy()) <= gate("cuda", "fast", torch.float32)
+    with pytest.raises(espalier.DeviceError, match="x is on cpu"):
+        espalier.run(plan, on_gpu, x.cpu(), ids, weights, out=out, workspace=workspace)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_may_call_at_once(experts, device):
+    moe = faces.Moe(experts.to(device))
+    cases = [tokens(rows, seed=rows, device=device) for rows in range(1, 17)]
     expected = [moe(*args) for args in cases]
-    wrong = []
 
     def work(index):
-        for _ in range(20):
-            if not torch.equal(moe(*cases[index]), expected[index]):
-                wrong.append(index)
+        # A stream each, so that the calls of a GPU overlap too.
+        with torch.cuda.stream(torch.cuda.Stream() if device == "cuda" else None):
+            for _ in range(20):
+                if not torch.equal(moe(*cases[index]), expected[index]):
+                    wrong.append(index)
+
+    wrong = []
+    if device == "cuda":
+        torch.cuda.synchronize()
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(cases))]
     for thread in threads:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from package_support import FIXTURES, ROOT, TINY
+from package_support import FIXTURES, ROOT, TINY, needs_gpu
 
 import espalier
 
@@ -25,7 +25,8 @@ import transformers_checkpoints as checkpoints  # noqa: E402
 import espalier.transformers  # noqa: E402
 from espalier.transformers import Exl3Config, Exl3Experts, Exl3Linear  # noqa: E402
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+on_a_gpu = needs_gpu(torch)
+DEVICES = ["cpu", pytest.param("cuda", marks=on_a_gpu)]
 WINDOW = 256
 GOLDEN = ROOT / "tests" / "data" / "golden" / "model_golden.safetensors"
 TINY_LM = os.environ.get("ESPALIER_TINY_LM", "")
@@ -103,9 +104,11 @@ def perplexity(model, text):
     return math.exp(nats / windows.numel()), windows.numel()
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast", "int8"])
-def test_perplexity_is_that_of_the_reference(mode):
-    value, predictions = perplexity(load(TINY, mode), (ROOT / "data" / "heldout.txt").read_text())
+@pytest.mark.parametrize(
+    "mode, device", [("exact", "cpu"), ("fast", "cpu"), ("int8", "cpu"), pytest.param("fast", "cuda", marks=on_a_gpu)]
+)
+def test_perplexity_is_that_of_the_reference(mode, device):
+    value, predictions = perplexity(load(TINY, mode).to(device), (ROOT / "data" / "heldout.txt").read_text())
     assert predictions == 77 * WINDOW
     assert abs(value - 38.11) <= 0.05, value
 
@@ -168,14 +171,49 @@ def test_the_benchmark_measures():
     assert report["perplexity"]["perplexity"] == pytest.approx(28.67, abs=0.3)  # of the first 4 windows
 
 
-def test_compiled_is_eager(tiny):
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_is_eager(device):
     torch._dynamo.reset()
-    compiled = torch.compile(tiny.model, backend="aot_eager", dynamic=True, fullgraph=True)
+    model = load(TINY).to(device).model
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     for columns in (5, 9, 40):
-        ids = some_ids(2, columns)
+        ids = some_ids(2, columns).to(device)
         with torch.no_grad():
-            expected = tiny.model(ids, use_cache=False).last_hidden_state
-            assert torch.equal(compiled(ids, use_cache=False).last_hidden_state, expected)
+            expected = model(ids, use_cache=False).last_hidden_state
+            found = compiled(ids, use_cache=False).last_hidden_state
+        # On a GPU torch itself decomposes some of its operators into others that round elsewhere; ours keep their bits
+        # (test_torch.py).
+        if device == "cpu":
+            assert torch.equal(found, expected)
+        else:
+            assert rel_l2(expected, found) <= 3e-3
+
+
+@on_a_gpu
+@pytest.mark.parametrize("cache", [None, "static"])  # with the second, transformers compiles the model into graphs
+def test_a_gpu_writes_the_text_of_the_cpu(tiny, cache):
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    model = load(TINY, device_map="cuda")
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cuda"}
+    prompt = transformers.AutoTokenizer.from_pretrained(TINY)("Mr. Darcy", return_tensors="pt")
+    options = {"max_new_tokens": 32, "do_sample": False}
+    expected = tiny.generate(**prompt, **options)
+    found = model.generate(**prompt.to("cuda"), **options, cache_implementation=cache)
+    assert torch.equal(found.cpu(), expected)
+
+
+@on_a_gpu
+def test_exl3_layers_stay_on_the_gpu_when_the_plain_ones_of_a_layer_wait_on_the_host(tiny):
+    pytest.importorskip("accelerate", reason="device_map needs accelerate")
+    places = {name: "cuda" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    places |= {f"model.layers.{layer}": "cpu" if layer == 1 else "cuda" for layer in range(4)}
+    model = load(TINY, device_map=places)
+    assert model.model.layers[1].input_layernorm.weight.device.type == "meta"  # accelerate has it
+    packages = [module.package.device for module in model.modules() if isinstance(module, Exl3Experts | Exl3Linear)]
+    assert len(packages) == 21 and set(packages) == {"cuda:0"}
+    expected = logits(tiny, some_ids())
+    rows = (logits(model, some_ids()).cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert rows.median() <= 3e-3
 
 
 def test_a_copy_runs_when_the_original_is_gone():
@@ -215,7 +253,7 @@ def test_other_dtypes(made, family, dtype):
     assert rows.median() <= (5e-2 if dtype == torch.bfloat16 else 1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@on_a_gpu
 def test_a_gpu_computes_what_the_cpu_does(made):
     for family in ("Qwen3Moe", "DeepseekV3", "Mixtral"):
         exl3, _ = made(family)
@@ -271,9 +309,16 @@ def test_other_layouts_with_plain_dense_layers(tmp_path, layout):
     assert rel_l2(expected, logits(load(exl3), some_ids())) <= 1e-5
 
 
-def test_a_container_with_plain_dense_layers(tmp_path):
-    settings = checkpoints.config("Qwen3Moe", num_experts=3, moe_intermediate_size=768)
-    exl3, plain = checkpoints.around(tmp_path, FIXTURES / "v1-k3", settings)
+CONTAINERS = {
+    "v1-k3": {"moe_intermediate_size": 768},
+    "v1-k2-per-expert": {"moe_intermediate_size": 512, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_with_plain_dense_layers(tmp_path, container):
+    settings = checkpoints.config("Qwen3Moe", num_experts=3, **CONTAINERS[container])
+    exl3, plain = checkpoints.around(tmp_path, FIXTURES / container, settings)
     expected = logits(load_plain(plain), some_ids())
     assert rel_l2(expected, logits(load(exl3), some_ids())) <= 1e-5
 
@@ -422,6 +467,14 @@ def test_a_bias_is_refused_where_the_model_has_none(tmp_path):
 
     text = "expert 3 has a bias that the model has not"
     refuse(tmp_path / "expert", espalier.UnsupportedError, text, change=add_to_an_expert)
+
+
+@pytest.mark.parametrize("container", ["v1-coupled", "v1-lut-fp16"])
+def test_containers_that_are_not_executed_are_refused_by_name(tmp_path, container):
+    stored, settings = checkpoints.saved(tmp_path, checkpoints.config("Qwen3Moe", num_experts=3))
+    checkpoints.wrap(tmp_path / "exl3", FIXTURES / container, stored, settings)
+    with pytest.raises(espalier.UnsupportedError, match="codebook: 'lut_.*' is not executed yet"):
+        load(tmp_path / "exl3")
 
 
 def test_experts_with_biases_are_refused_by_name(tmp_path):

@@ -26,6 +26,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHECKPOINT = ROOT / "data" / "tiny-qwen3moe-exl3-mixed"
+FIXTURES = ROOT / "tests" / "data" / "fixtures"
 CHOICE = os.environ.get("ESPALIER_TEST_VLLM", "")
 # vLLM reads its own settings from files of the user and counts uses; neither is a test's business.
 CLEAN = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -147,6 +148,57 @@ def test_greedy_text_is_that_of_tiny_lm(exact):
     )  # fmt: skip
     assert len(exact["greedy"]["ids"]) == TOKENS
     assert done.stdout.partition("\n")[2] == exact["greedy"]["text"] + "\n"
+
+
+# Other families, with the decoded weights in transformers or, where vLLM itself computes something else on a CPU, in
+# vLLM. What vLLM asks of a config that transformers does not write into it is what real checkpoints say.
+
+SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# The widths that latent attention has in vLLM on a CPU.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+FAMILIES = [
+    ("Glm4Moe", {"hidden_act": "silu"}, "transformers"),
+    ("DeepseekV3", {**SIGMOID, **LATENT}, "vllm"),
+    pytest.param("Qwen2Moe", {"tie_word_embeddings": False}, "transformers", marks=long_running),
+    pytest.param("Mixtral", {}, "transformers", marks=long_running),
+    pytest.param("Olmoe", {}, "transformers", marks=long_running),
+    pytest.param("Dots1", SIGMOID, "transformers", marks=long_running),
+]
+
+
+@pytest.fixture
+def float32_is_the_default():
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+@needs_vllm
+@pytest.mark.parametrize(("family", "changes", "oracle"), FAMILIES)
+def test_another_family_computes_what_its_decoded_twin_does(
+    ask, tmp_path, float32_is_the_default, family, changes, oracle
+):
+    import torch
+    import transformers
+    import transformers_checkpoints as checkpoints
+
+    # Padded, because latent attention has matrices whose sides are no multiples of 128.
+    exl3, plain = checkpoints.make(tmp_path, checkpoints.config(family, **changes), padded=True)
+    ids = torch.randint(3, checkpoints.VOCAB, (1, 34), generator=torch.Generator().manual_seed(5))
+
+    def logprobs(path):
+        options = {"model": str(path), "skip_tokenizer_init": True, "max_model_len": 64, **EXACT}
+        return ask({"logprobs": {"ids": ids[0].tolist()}}, environment=ALONE, **options)["logprobs"]
+
+    if oracle == "vllm":
+        expected = logprobs(plain)
+    else:
+        with torch.no_grad():
+            expected = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits[0, :-1]
+    assert relative_l2(logprobs(exl3), expected) < 1e-5
 
 
 # The example of docs/vllm.md.
@@ -338,6 +390,32 @@ def test_unsupported_kinds_of_parallelism_are_refused_by_name(vllm_config, chang
 
 
 @needs_vllm
+@pytest.mark.parametrize(
+    ("scoring", "bias", "groups", "refused"),
+    [
+        ("softmax", False, False, False),
+        ("softmax", True, False, True),  # as ERNIE 4.5
+        ("sigmoid", True, False, True),  # as MiniMax-M2
+        ("sigmoid", False, False, True),
+        ("sigmoid", True, True, False),
+    ],
+)
+def test_routing_that_vllm_lacks_on_cpus_is_refused_by_name(vllm_config, scoring, bias, groups, refused):
+    import torch
+
+    import espalier
+
+    options = {"scoring_func": scoring, "e_score_correction_bias": torch.zeros(16) if bias else None}
+    if groups:
+        options |= {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1}
+    if refused:
+        with pytest.raises(espalier.UnsupportedError, match=f"layers.0.mlp.experts: routing by {scoring} with"):
+            experts_layer(vllm_config, **options)
+    else:
+        assert experts_layer(vllm_config, **options).routed_experts.quant_method.activation == "silu"
+
+
+@needs_vllm
 def test_expert_placements_other_than_the_planner_s_are_refused(vllm_config):
     import torch
 
@@ -417,6 +495,85 @@ def error(y, expected):
 
 
 BF16_ERROR = 1e-2  # a rounding of y, and the operands of mode fast
+
+
+# Every layout: the fixture, position of the layer, what vLLM says of its activation.
+SITU = {"activation": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+LAYOUTS = [
+    ("stock-qwen3", 0, {}),
+    ("stock-mixtral", 1, {}),
+    ("stock-deepseek-padded", 0, {}),
+    ("stock-legacy-signs", 0, {}),
+    ("stock-situ", 0, SITU),
+    ("rs-per-expert", 1, {}),
+    ("rs-shared-h", 0, {}),
+    ("rs-r7", 1, {}),
+    ("v1-k2-per-expert", 0, {}),
+    ("v1-k3", 1, {}),
+]
+
+
+def fixture_layer(vllm_config, name, position=0, **options):
+    """An experts layer of vLLM for a layer of a fixture, and what the checkpoint says of it."""
+    from espalier.vllm.config import Exl3Config
+
+    quant_config = Exl3Config()
+    quant_config.maybe_update_config(str(FIXTURES / name))
+    info = quant_config._open().layers[position]
+    sizes = {"num_experts": info.experts, "hidden_size": info.hidden, "intermediate_size": info.intermediate}
+    prefix = f"{info.prefix}.{info.number}.mlp.experts"
+    options = {"quant_config": quant_config, "top_k": 2, **sizes, **options}
+    return experts_layer(vllm_config, prefix, **options).routed_experts, info
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("name", "position", "activation"), LAYOUTS)
+def test_every_layout_computes_what_the_oracle_does(vllm_config, name, position, activation, ranks):
+    import dataclasses
+
+    import torch
+
+    import espalier
+    from espalier.vllm.experts import Exl3ExpertsMethod
+
+    package = espalier.prepare(espalier.Checkpoint(FIXTURES / name), position)
+    plan = espalier.plan(package, max_tokens=7, top_k=2, executor="reference")
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(7, package.hidden, generator=random).bfloat16()
+    ids = torch.randint(-1, package.experts, (7, 2), generator=random, dtype=torch.int32)
+    weights = torch.rand(7, 2, generator=random, dtype=torch.float32)
+    expected = torch.from_dlpack(espalier.run(plan, package, x.float(), ids, weights)).float()
+    total = torch.zeros_like(expected)
+    for rank in range(ranks):
+        layer, info = fixture_layer(vllm_config, name, position, **activation)
+        parallel = layer.moe_config.moe_parallel_config
+        layer.moe_config.moe_parallel_config = dataclasses.replace(parallel, tp_size=ranks, tp_rank=rank)
+        opened, prefix = layer.quant_method.opened, layer.quant_method.prefix
+        method = Exl3ExpertsMethod(layer, opened, position, prefix, "exact")
+        method.create_weights(layer, info.experts, info.hidden, -(-info.intermediate // ranks), torch.bfloat16)
+        method.process_weights_after_loading(layer)
+        total += method.apply(layer, x, weights, ids, None, None).float()
+    assert error(total, expected) < BF16_ERROR
+
+
+@needs_vllm
+def test_experts_with_biases_are_refused_by_name(vllm_config):
+    import espalier
+
+    layer, _ = fixture_layer(vllm_config, "stock-bias")
+    text = r"model\.layers\.0\.mlp\.experts: .*stock-bias has biases of experts"
+    with pytest.raises(espalier.UnsupportedError, match=text):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["v1-coupled", "v1-lut-fp16"])
+def test_containers_that_are_not_executed_are_refused_by_name(vllm_config, name):
+    import espalier
+
+    with pytest.raises(espalier.UnsupportedError, match="codebook: 'lut_.*' is not executed yet"):
+        fixture_layer(vllm_config, name)
 
 
 @needs_vllm

@@ -131,7 +131,7 @@ def save(folder, tensors, settings):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def _saved(folder, settings, seed=1):
+def saved(folder, settings, seed=1):
     """Tensors and config of a random model, as transformers itself names them in a checkpoint of the family."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(settings)
@@ -152,7 +152,7 @@ def make(folder, settings, routed_only=False, padded=False, change=lambda tensor
     place.
     """
     random = numpy.random.default_rng(1)
-    stored, stored_settings = _saved(folder, settings)
+    stored, stored_settings = saved(folder, settings)
     if "lm_head.weight" not in stored and not routed_only:
         stored["lm_head.weight"] = torch.empty(VOCAB, HIDDEN)  # a tied head is stored as a matrix of its own
 
@@ -194,23 +194,29 @@ def _decoded(checkpoint, name):
     return torch.cat(parts, 0 if name.endswith("down_proj") else 1)
 
 
-def around(folder, fixture, settings):
-    """A model around the experts of a fixture: everything else plain and random. Returns as make()."""
-    stored, stored_settings = _saved(folder, settings)
+_ROUTED = re.compile(r"\.experts\.\d+\.")
+
+
+def wrap(exl3, fixture, stored, stored_settings):
+    """Writes a model around the experts of a fixture: everything else plain."""
     described = json.loads((fixture / "config.json").read_text())
-    routed = re.compile(r"\.experts\.\d+\.")
-    dense = {name: tensor for name, tensor in stored.items() if not routed.search(name)}
+    dense = {name: tensor for name, tensor in stored.items() if not _ROUTED.search(name)}
     kept = {key: described[key] for key in ("quantization_config", "hybrid_tr3_tail") if key in described}
-    exl3 = folder / "exl3"
     shutil.copytree(fixture, exl3, ignore=shutil.ignore_patterns("*.index.json", "model*.safetensors"))
     for file in fixture.glob("model*.safetensors"):
         dense |= safetensors.torch.load_file(file)
     save(exl3, dense, {**stored_settings, **kept})
 
+
+def around(folder, fixture, settings):
+    """A random model around the experts of a fixture. Returns as make()."""
+    stored, stored_settings = saved(folder, settings)
+    exl3 = folder / "exl3"
+    wrap(exl3, fixture, stored, stored_settings)
     checkpoint = espalier.Checkpoint(exl3)
     plain = {}
     for name, tensor in stored.items():
-        if routed.search(name):
+        if _ROUTED.search(name):
             tensor = _decoded(checkpoint, name.removesuffix(".weight")).T
         plain[name] = tensor
     save(folder / "plain", plain, stored_settings)

@@ -10,6 +10,11 @@ import torch
 from espalier.torch import PackageModule
 
 
+def _mode_on(device: torch.device, mode: str) -> str:
+    """A mode is what the user chose for the CPU; a GPU has one, and refuses others."""
+    return mode if device.type == "cpu" else "fast"
+
+
 class Exl3Experts(PackageModule):
     """The routed experts of one layer, called as experts of transformers 5 are. They have no gradients."""
 
@@ -28,7 +33,7 @@ class Exl3Experts(PackageModule):
             top_k_index.reshape(-1, top_k),
             top_k_weights.reshape(-1, top_k),
             self.handle,
-            self.mode,
+            _mode_on(hidden_states.device, self.mode),
         ).view(hidden_states.shape)
 
 
@@ -42,4 +47,4 @@ class Exl3Linear(PackageModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], in the dtype of x."""
-        return torch.ops.espalier.linear(x, self.handle, self.mode)
+        return torch.ops.espalier.linear(x, self.handle, _mode_on(x.device, self.mode))

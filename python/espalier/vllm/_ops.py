@@ -31,10 +31,10 @@ def _forget(handle: int) -> None:
 def install(owner: object, package: espalier.Experts | espalier.Linear, mode: str) -> torch.Tensor:
     """A tensor that names a package to the operators: int64 [1], on the CPU whatever the package's device.
 
-    The package is let go when `owner`, the layer, is.
+    The package is let go when `owner`, the layer, is. `mode` is of the CPU; a GPU has one, and refuses others.
     """
     handle = espalier.torch.handle(package)
-    _installed[handle] = package, mode
+    _installed[handle] = package, mode if package.device == "cpu" else "fast"
     weakref.finalize(owner, _forget, handle).atexit = False
     return torch.tensor([handle], dtype=torch.int64, device="cpu")
 

@@ -25,7 +25,7 @@ import espalier
 from espalier.vllm import TESTED_VERSIONS, _rules
 from espalier.vllm._opened import Opened as _Opened
 from espalier.vllm.experts import Exl3ExpertsMethod
-from espalier.vllm.linear import Exl3LinearMethod, Mxfp8LinearMethod
+from espalier.vllm.linear import DecodedLinearMethod, Exl3LinearMethod, Mxfp8LinearMethod
 
 logger = init_logger("vllm.espalier")
 
@@ -217,6 +217,8 @@ class Exl3Config(QuantizationConfig):
         kind = kinds.pop()
         opened.claimed.update(stored)
         if kind == METHOD:
+            if prefix.endswith(".kv_b_proj") and get_current_vllm_config().model_config.use_mla:
+                return DecodedLinearMethod(opened, stored, prefix)
             return Exl3LinearMethod(opened, stored, prefix, selected_mode())
         if not isinstance(layer, GateLinear) or kind not in _PLAIN_DTYPES:  # routers are plain, rule or no rule
             self._check_dense_format(opened, prefix, stored, kind)

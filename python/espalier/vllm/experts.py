@@ -10,6 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.platforms import current_platform
 
 import espalier
 from espalier.vllm import _ops
@@ -62,6 +63,7 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         self.prefix = prefix
         self.mode = mode
         self._refuse_what_is_unsupported(layer)
+        self._refuse_what_is_routed_otherwise(layer)
         self._check_geometry()
         try:
             self.activation = activation_name(self.moe)
@@ -114,6 +116,20 @@ class Exl3ExpertsMethod(FusedMoEMethodBase):
         if names:
             raise espalier.UnsupportedError(
                 f"{self.prefix}: quantization method exl3 does not support {', '.join(names)}; leave it out"
+            )
+
+    def _refuse_what_is_routed_otherwise(self, layer: torch.nn.Module) -> None:
+        """vLLM's router for CPUs leaves out the bias of an ungrouped softmax, and has no ungrouped sigmoid."""
+        if not current_platform.is_cpu() or layer.use_grouped_topk or layer.custom_routing_function is not None:
+            return
+        if layer.scoring_func == "sigmoid" or (
+            layer.scoring_func == "softmax" and layer.e_score_correction_bias is not None
+        ):
+            bias = "a" if layer.e_score_correction_bias is not None else "no"
+            raise espalier.UnsupportedError(
+                f"{self.prefix}: routing by {layer.scoring_func} with {bias} correction bias and without groups of "
+                "experts, which vLLM's router for CPUs computes otherwise or not at all; legal on a CPU: softmax "
+                "without bias, or groups"
             )
 
     def _check_geometry(self) -> None:

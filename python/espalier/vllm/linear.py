@@ -164,6 +164,32 @@ class Exl3LinearMethod(LinearMethodBase):
         )
 
 
+@register_weight_loader_v2_supported_method
+class DecodedLinearMethod(UnquantizedLinearMethod):
+    """An EXL3 matrix that vLLM takes apart itself, as latent attention does with kv_b_proj: this rank's part of it is
+    decoded once to the model's dtype, and run by vLLM as any plain layer."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, opened: Opened, names: list[str], prefix: str):
+        super().__init__()
+        self.stored = Exl3LinearMethod(opened, names, prefix, "exact")
+
+    def create_weights(self, layer: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        self.stored.create_weights(layer, *arguments, **options)
+        super().create_weights(layer, *arguments, **options)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pieces = []
+        for part in self.stored.parts:
+            whole = torch.from_dlpack(self.stored.opened.checkpoint.matrix(part.name))
+            rows = whole[part.first_in + part.pad_left : part.first_in + part.in_channels - part.pad_right]
+            first = part.first_out + part.skip
+            pieces.append(rows[:, first : first + part.local].T)
+        layer.weight.data.copy_(torch.cat(pieces))
+        super().process_weights_after_loading(layer)
+
+
 MXFP8_BLOCK = 32  # input channels that share a scale
 _DECODED_ROWS = 256  # at a time: the doubles of that many rows
 
