@@ -191,7 +191,7 @@ run_benchmarks() {
   for codebook in mul1 3inst; do
     bench "bench-glm-$codebook" 60 "${mixed[@]}" --codebook "$codebook" --tokens 1,8,64 --samples 20
   done
-  step linears-mcg 60 bin/cuda_linear_bench mcg cuda
+  step linears-mcg 120 bin/cuda_linear_bench mcg cuda
   if python3 -c 'import torch' 2>/dev/null; then
     # Without our libraries: torch brings its own.
     # shellcheck disable=SC2016

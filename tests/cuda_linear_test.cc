@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,37 +26,44 @@ using test::MatrixFormat;
 using test::PlacedBytes;
 using test::Random;
 
-constexpr int kDense = cuda::kDenseTokens;  // from where on a matrix is decoded first
+constexpr int kDense = cuda::kDenseTokens;  // from where on a matrix may be decoded first
 constexpr double kGate = 1e-3;
 constexpr double kCosine = 0.999999;
 
-struct Types {
+struct Options {
   Dtype input = Dtype::kF32;
   Dtype output = Dtype::kF32;
+  std::optional<cuda::RowClass> forced = {};  // of a GPU
 };
+
+// That class where there are so many rows and the GPU has it, whether or not it would be chosen.
+std::optional<cuda::RowClass> DenseIfPossible(uint64_t tokens) {
+  if (tokens < cuda::kDenseTokens || CudaDevices()->front().compute_capability != 90) return {};
+  return cuda::RowClass::kDense;
+}
 
 // One call and its memory on the host or a GPU, poisoned.
 class LinearCall {
  public:
-  LinearCall(const PreparedLinear& linear, const std::vector<double>& x, const Types& types)
+  LinearCall(const PreparedLinear& linear, const std::vector<double>& x, const Options& options)
       : linear_(linear),
-        types_(types),
+        options_(options),
         tokens_(x.size() / linear.in_channels()),
         plan_(
             LinearPlan::Create(linear, {.max_tokens = tokens_,
-                                        .input = types.input,
-                                        .output = types.output,
+                                        .input = options.input,
+                                        .output = options.output,
                                         .device = linear.device(),
                                         .mode = linear.device().is_host() ? CpuMode::kExact : CpuMode::kFast})
                 .value()),
-        x_bytes_(x.size() * BytesOf(types.input)),
-        y_bytes_(tokens_ * linear.out_channels() * BytesOf(types.output), std::byte{0xFF}),
+        x_bytes_(x.size() * BytesOf(options.input)),
+        y_bytes_(tokens_ * linear.out_channels() * BytesOf(options.output), std::byte{0xFF}),
         workspace_(HostBuffer::Create(plan_.workspace_bytes()).value()),
         x_(linear.device(), x_bytes_),
         y_(linear.device(), y_bytes_),
         work_(linear.device(), workspace_.span()) {
     for (size_t i = 0; i < x.size(); ++i)
-      test::Encode(types.input, x[i], x_bytes_.data() + i * BytesOf(types.input));
+      test::Encode(options.input, x[i], x_bytes_.data() + i * BytesOf(options.input));
     std::memset(workspace_.data(), 0xFF, workspace_.size_bytes());
     x_.Push();
     work_.Push();
@@ -65,16 +73,17 @@ class LinearCall {
   const cuda::Stream& stream() const { return *stream_; }
 
   Result<void> Run(bool accumulate = false) {
-    return RunLinear(plan_, linear_,
-                     {.num_tokens = tokens_,
-                      .x = x_.data(),
-                      .x_row_stride = linear_.in_channels(),
-                      .y = y_.data(),
-                      .y_row_stride = linear_.out_channels(),
-                      .accumulate = accumulate,
-                      .workspace = work_.data(),
-                      .workspace_bytes = plan_.workspace_bytes(),
-                      .stream = stream_ ? stream_->get() : nullptr});
+    const LinearArgs args = {.num_tokens = tokens_,
+                             .x = x_.data(),
+                             .x_row_stride = linear_.in_channels(),
+                             .y = y_.data(),
+                             .y_row_stride = linear_.out_channels(),
+                             .accumulate = accumulate,
+                             .workspace = work_.data(),
+                             .workspace_bytes = plan_.workspace_bytes(),
+                             .stream = stream_ ? stream_->get() : nullptr};
+    if (!options_.forced) return RunLinear(plan_, linear_, args);
+    return cuda::RunLinearSteps(plan_, linear_, args, {.forced = options_.forced});
   }
 
   const std::vector<std::byte>& Finish() {
@@ -88,14 +97,14 @@ class LinearCall {
   std::vector<double> Values() {
     std::vector<double> values;
     const std::vector<std::byte>& bytes = Finish();
-    for (size_t at = 0; at < bytes.size(); at += BytesOf(types_.output))
-      values.push_back(test::Decode(types_.output, bytes.data() + at));
+    for (size_t at = 0; at < bytes.size(); at += BytesOf(options_.output))
+      values.push_back(test::Decode(options_.output, bytes.data() + at));
     return values;
   }
 
  private:
   const PreparedLinear& linear_;
-  Types types_;
+  Options options_;
   uint64_t tokens_;
   LinearPlan plan_;
   std::vector<std::byte> x_bytes_;
@@ -118,8 +127,9 @@ double Rounded(Dtype type, double value) {
   return double{static_cast<float>(value)};
 }
 
-std::vector<double> Values(const PreparedLinear& linear, const std::vector<double>& x, const Types& types) {
-  LinearCall call(linear, x, types);
+std::vector<double> Values(const PreparedLinear& linear, const std::vector<double>& x,
+                           const Options& options) {
+  LinearCall call(linear, x, options);
   EXPECT_TRUE(call.Run());
   return call.Values();
 }
@@ -130,10 +140,17 @@ class CudaLinear : public GpuTest {
   static void ExpectWithinGate(const PreparedLinear& linear, uint64_t tokens, Dtype input) {
     const std::vector<double> x = RandomInput(linear, tokens, tokens + 1);
     const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
-    const test::Difference difference =
-        Compare(Values(linear, x, {.input = input}), Values(placed, x, {.input = input}));
-    EXPECT_LE(difference.rel_l2, kGate);
-    EXPECT_GE(difference.cosine, kCosine);
+    const std::vector<double> expected = Values(linear, x, {.input = input});
+    const auto expect = [&](const Options& options) {
+      const test::Difference difference = Compare(expected, Values(placed, x, options));
+      EXPECT_LE(difference.rel_l2, kGate);
+      EXPECT_GE(difference.cosine, kCosine);
+    };
+    expect({.input = input});
+    if (const auto dense = DenseIfPossible(tokens)) {
+      SCOPED_TRACE("decoded first");
+      expect({.input = input, .forced = dense});
+    }
   }
 };
 
@@ -210,11 +227,12 @@ TEST_F(CudaLinear, TypesOfManyRows) {
   const PreparedLinear even = MakeLinear(256, 384, 0, 0, {.bits = 3}, 3);
   for (const PreparedLinear* host : {&linear, &even}) {
     const PreparedLinear placed = ToDevice(*host, kFirstGpu).value();
-    const std::vector<double> x = RandomInput(*host, kDense + 44, 4);
-    const std::vector<double> exact = Values(placed, x, {});
+    const std::vector<double> x = RandomInput(*host, 300, 4);
+    const auto dense = DenseIfPossible(300);
+    const std::vector<double> exact = Values(placed, x, {.forced = dense});
     for (const Dtype output : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
       SCOPED_TRACE(fmt::format("{} channels, {}", host->out_channels(), DtypeName(output)));
-      LinearCall call(placed, x, {.output = output});
+      LinearCall call(placed, x, {.output = output, .forced = dense});
       ASSERT_TRUE(call.Run());
       const std::vector<double> rounded = call.Values();
       ASSERT_TRUE(call.Run(true));
@@ -232,14 +250,15 @@ TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
   const PreparedLinear placed = ToDevice(MakeLinear(640, 384, 0, 0, {.bits = 3}, 3), kFirstGpu).value();
   constexpr uint64_t kTokens = kDense + 44;
   std::vector<double> x = RandomInput(placed, kTokens, 4);
-  const std::vector<double> expected = Values(placed, x, {});
+  const Options options = {.forced = DenseIfPossible(kTokens)};
+  const std::vector<double> expected = Values(placed, x, options);
   for (uint64_t row = 0; row < kTokens; row += 2) {
     for (uint64_t i = 0; i < placed.in_channels(); ++i) {
       double& value = x[row * placed.in_channels() + i];
       value = row % 4 == 0 ? std::numeric_limits<double>::quiet_NaN() : value * 1e30;
     }
   }
-  const std::vector<double> actual = Values(placed, x, {});
+  const std::vector<double> actual = Values(placed, x, options);
   for (uint64_t row = 1; row < kTokens; row += 2) {
     for (uint64_t i = 0; i < placed.out_channels(); ++i) {
       ASSERT_EQ(actual[row * placed.out_channels() + i], expected[row * placed.out_channels() + i]) << row;
@@ -251,13 +270,14 @@ TEST_F(CudaLinear, RowsDoNotTouchEachOther) {
 TEST_F(CudaLinear, MagnitudesOfManyRows) {
   const PreparedLinear linear = MakeLinear(256, 384, 0, 0, {.bits = 3, .bias = false}, 3);
   const PreparedLinear placed = ToDevice(linear, kFirstGpu).value();
-  const std::vector<double> x = RandomInput(linear, kDense, 4);
+  const std::vector<double> x = RandomInput(linear, 256, 4);
+  const Options options = {.forced = DenseIfPossible(256)};
   for (const double factor : {0x1p-100, 0x1p100}) {
     std::vector<double> scaled = x;
     for (double& value : scaled) value *= factor;
-    std::vector<double> expected = Values(placed, x, {});
+    std::vector<double> expected = Values(placed, x, options);
     for (double& value : expected) value *= factor;
-    EXPECT_EQ(Values(placed, scaled, {}), expected) << factor;
+    EXPECT_EQ(Values(placed, scaled, options), expected) << factor;
   }
 }
 
@@ -266,15 +286,16 @@ TEST_F(CudaLinear, RepeatsAndGraphsGiveTheSameBits) {
   for (const uint64_t tokens : {1, 9, 65, kDense + 44, kDense + 444}) {
     SCOPED_TRACE(tokens);
     const std::vector<double> x = RandomInput(placed, static_cast<uint64_t>(tokens), 4);
-    LinearCall eager(placed, x, {});
+    const Options options = {.forced = DenseIfPossible(tokens)};
+    LinearCall eager(placed, x, options);
     ASSERT_TRUE(eager.Run());
     const std::vector<std::byte> expected = eager.Finish();
     for (int repeat = 0; repeat < 10; ++repeat) {
-      LinearCall again(placed, x, {});
+      LinearCall again(placed, x, options);
       ASSERT_TRUE(again.Run());
       ASSERT_EQ(again.Finish(), expected) << repeat;
     }
-    LinearCall captured(placed, x, {});
+    LinearCall captured(placed, x, options);
     const cuda::Graph graph = cuda::Graph::Capture(captured.stream(), [&] { return captured.Run(); }).value();
     for (int launch = 0; launch < 3; ++launch) ASSERT_TRUE(graph.Launch(captured.stream()));
     EXPECT_EQ(captured.Finish(), expected);

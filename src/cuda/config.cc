@@ -53,6 +53,23 @@ constexpr uint64_t kDensePassCost = 320;
 constexpr uint64_t kDenseTileGroups = TileRows(RowClass::kDense) / kGroupRows;
 constexpr uint64_t kDenseSlotGroups = kDenseTileGroups / 4;  // of one warpgroup
 
+// Which of the two classes a linear takes is a matter of time, predicted from what cuda_linear_bench measured
+// on one H200 (mcg, cold): 6144 x 2048 at 3 bits and 6144 x 12288 at 4, wide at 144 (31.1, 90.7 us) and 512
+// rows (48.9, 190.8), dense at 256 (35.5, 146.8), 512 (44.8, 197.3), 1024 (62.0, 306) and 4096 (208.6, 1007),
+// the decoding alone 10.05 and 50.4 us. With 6 ns a row for the rotation, which both have, the prediction is
+// within 2.5 % of each of them.
+// Wide: launches, then for each channel of a turn the decoding and the product of a tile's rows.
+constexpr uint64_t kWideStartNs = 16'000;
+constexpr uint64_t kWideChannelPs = 4800;
+constexpr uint64_t kWideRowPs = 31;
+// Dense: launches; 3.1 TB/s of decoded weights; for each channel of a turn 256 x 256 products of each
+// cluster, 720 TFLOP/s, and 930 where all that the product reads is still in the second-level cache.
+constexpr uint64_t kDecodeStartNs = 2'000;
+constexpr uint64_t kDecodeWeightFs = 641;
+constexpr uint64_t kDenseStartNs = 21'500, kDenseChannelPs = 11'600;
+constexpr uint64_t kCachedStartNs = 13'500, kCachedChannelPs = 9'000;
+constexpr uint64_t kCacheBytes = uint64_t{50} << 20;
+
 // Groups times splits that sums take at most, where all rows make up to `groups` groups. Splits are there
 // only while their units stay below twice kEnoughUnits blocks of 32 channels, and a tile has up to 6 groups
 // where products are split.
@@ -107,15 +124,36 @@ struct DenseItems {
     add(2 * (last - whole_last), last_cost * kDenseHalf / 16);
     return cost;
   }
-  // With the inputs of each item in shares.
-  uint64_t SplitCost(uint64_t splits, uint64_t channels) const {
+  // With the inputs of each item in shares: channels of all turns.
+  uint64_t SplitChannels(uint64_t splits, uint64_t channels) const {
     const uint64_t turns = (count() * splits + kDenseClusters - 1) / kDenseClusters;
+    return turns * (channels / splits + kDenseItemCost);
+  }
+  uint64_t SplitCost(uint64_t splits, uint64_t channels) const {
     const uint64_t sums = 16 * count() * splits * kDenseSumsCost / kDenseClusters;
-    return 16 * (turns * (channels / splits + kDenseItemCost) + kDensePassCost) + sums;
+    return 16 * (SplitChannels(splits, channels) + kDensePassCost) + sums;
   }
 };
 
-void PlanDense(LinearPass& pass, uint32_t in_channels, uint32_t out_channels) {
+// Completes a pass of the wide class. Gives what it takes, in ns.
+uint64_t PlanWide(LinearPass& pass, uint32_t in_channels, uint32_t out_channels) {
+  const uint64_t units = uint64_t{pass.tiles} * (out_channels / kHadamardChannels);
+  uint64_t least = ~uint64_t{0};
+  for (uint32_t splits = 1; splits <= kMaxSplits; splits *= 2) {
+    if (splits > 1 && (units * splits > kMaxWideUnits || in_channels < 2 * kWideShareCost * splits)) break;
+    const uint64_t turns = (units * splits + kWideBlocks - 1) / kWideBlocks;
+    const uint64_t cost = turns * (in_channels / splits + kWideShareCost);
+    if (cost < least) {
+      least = cost;
+      pass.sums.splits = splits;
+    }
+  }
+  const uint64_t tile_rows = kGroupRows * ((pass.groups + pass.tiles - 1) / pass.tiles);
+  return kWideStartNs + least * (kWideChannelPs + kWideRowPs * tile_rows) / 1000;
+}
+
+// The same for the dense class.
+uint64_t PlanDense(LinearPass& pass, uint32_t in_channels, uint32_t out_channels) {
   const DenseItems items(pass.groups, out_channels);
   const uint64_t count = items.count(), turned = count - count % kDenseClusters;
   uint64_t least = items.Cost(count, in_channels), whole = count;
@@ -123,15 +161,31 @@ void PlanDense(LinearPass& pass, uint32_t in_channels, uint32_t out_channels) {
     whole = turned;
     least = items.Cost(turned, in_channels);
   }
+  uint64_t channels = least / 16;  // of all turns
   for (uint32_t splits = 2; splits <= kMaxSplits; splits *= 2) {
     if (count * splits > kMaxDenseUnits || in_channels < 2 * kDenseItemCost * splits) break;
     const uint64_t cost = items.SplitCost(splits, in_channels);
     if (cost >= least) continue;
     least = cost;
+    channels = items.SplitChannels(splits, in_channels);
     pass.sums.splits = splits;
     whole = count;
   }
   pass.whole_items = static_cast<uint32_t>(whole);
+  const uint64_t weights = uint64_t{in_channels} * out_channels, rows = kGroupRows * pass.groups;
+  const uint64_t sums = pass.sums.splits > 1 ? pass.sums.splits * rows * out_channels : 0;
+  const bool cached = 2 * (weights + rows * in_channels) + 4 * sums <= kCacheBytes;
+  const uint64_t product_ns = cached ? kCachedStartNs + channels * kCachedChannelPs / 1000
+                                     : kDenseStartNs + least * kDenseChannelPs / 16'000;
+  return kDecodeStartNs + weights * kDecodeWeightFs / 1'000'000 + product_ns;
+}
+
+LinearPass PassOf(RowClass row_class, uint64_t tokens) {
+  LinearPass pass;
+  pass.row_class = row_class;
+  pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
+  pass.tiles = static_cast<uint32_t>((tokens + TileRows(row_class) - 1) / TileRows(row_class));
+  return pass;
 }
 
 }  // namespace
@@ -175,31 +229,21 @@ MoePass PlanMoePass(const MoeConfig& config, uint64_t rows, uint32_t projections
 }
 
 LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
-                          int compute_capability) {
-  LinearPass pass;
-  pass.row_class = LinearClassOf(tokens, compute_capability);
-  pass.groups = static_cast<uint32_t>((tokens + kGroupRows - 1) / kGroupRows);
-  pass.tiles = static_cast<uint32_t>((tokens + TileRows(pass.row_class) - 1) / TileRows(pass.row_class));
-  if (pass.row_class == RowClass::kDense) {
+                          int compute_capability, std::optional<RowClass> forced) {
+  const RowClass row_class = forced.value_or(LinearClassOf(tokens, compute_capability));
+  LinearPass pass = PassOf(row_class, tokens);
+  if (row_class == RowClass::kDense) {
     PlanDense(pass, in_channels, out_channels);
     return pass;
   }
-  if (pass.row_class != RowClass::kWide) {
-    pass.sums = PlanSums(pass.row_class, pass.tiles, 1, in_channels, out_channels);
+  if (row_class != RowClass::kWide) {
+    pass.sums = PlanSums(row_class, pass.tiles, 1, in_channels, out_channels);
     return pass;
   }
-  const uint64_t units = uint64_t{pass.tiles} * (out_channels / kHadamardChannels);
-  uint64_t least = ~uint64_t{0};
-  for (uint32_t splits = 1; splits <= kMaxSplits; splits *= 2) {
-    if (splits > 1 && (units * splits > kMaxWideUnits || in_channels < 2 * kWideShareCost * splits)) break;
-    const uint64_t turns = (units * splits + kWideBlocks - 1) / kWideBlocks;
-    const uint64_t cost = turns * (in_channels / splits + kWideShareCost);
-    if (cost < least) {
-      least = cost;
-      pass.sums.splits = splits;
-    }
-  }
-  return pass;
+  const uint64_t wide_ns = PlanWide(pass, in_channels, out_channels);
+  if (forced || tokens < kDenseTokens) return pass;
+  LinearPass dense = PassOf(RowClass::kDense, tokens);
+  return PlanDense(dense, in_channels, out_channels) < wide_ns ? dense : pass;
 }
 
 Result<MoeConfig> ConfigureMoe(const ExpertsTable& experts, const MoePlanOptions& options) {

@@ -104,20 +104,7 @@ class CudaExecutor final : public Backend {
 
   Result<void> Run(const LinearPlan& plan, const PreparedLinear& linear,
                    const LinearArgs& args) const override {
-    const Result<cuda::DeviceLimits> limits = cuda::LimitsOf(linear.device());
-    if (!limits) return tl::unexpected(limits.error());
-    const Result<cuda::LinearConfig> config = cuda::ConfigureLinear(linear, plan.options());
-    if (!config) return tl::unexpected(config.error());
-    const cuda::DeviceScope scope(linear.device());
-    if (!scope.entered()) return scope.entered();
-    Result<void> launched = cuda::LaunchLinear({.config = *config,
-                                                .options = plan.options(),
-                                                .args = args,
-                                                .matrix = cuda::MatrixAt(linear.matrix(), linear.slab()),
-                                                .in_channels = linear.in_channels(),
-                                                .out_channels = linear.out_channels(),
-                                                .limits = *limits,
-                                                .stream = args.stream});
+    Result<void> launched = cuda::RunLinearSteps(plan, linear, args, {});
     if (launched) CountRun();
     return launched;
   }
@@ -130,4 +117,26 @@ const Backend& CudaBackend() {
   return executor;
 }
 
+namespace cuda {
+
+Result<void> RunLinearSteps(const LinearPlan& plan, const PreparedLinear& linear, const LinearArgs& args,
+                            const LinearSteps& steps) {
+  const Result<DeviceLimits> limits = LimitsOf(linear.device());
+  if (!limits) return tl::unexpected(limits.error());
+  const Result<LinearConfig> config = ConfigureLinear(linear, plan.options());
+  if (!config) return tl::unexpected(config.error());
+  const DeviceScope scope(linear.device());
+  if (!scope.entered()) return scope.entered();
+  return LaunchLinear({.config = *config,
+                       .options = plan.options(),
+                       .args = args,
+                       .matrix = MatrixAt(linear.matrix(), linear.slab()),
+                       .in_channels = linear.in_channels(),
+                       .out_channels = linear.out_channels(),
+                       .limits = *limits,
+                       .stream = args.stream,
+                       .steps = steps});
+}
+
+}  // namespace cuda
 }  // namespace espalier

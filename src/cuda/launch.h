@@ -9,6 +9,7 @@
 #include <espalier/moe.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "cuda/device_table.h"
 
@@ -22,9 +23,7 @@ struct DeviceLimits {
 
 inline constexpr uint64_t kWideRows = 8;
 inline constexpr uint64_t kWideTokens = 64;
-// Measured on an H200, us wide / dense: 6144 x 2048 at 3 bits 49 / 45, 6144 x 12288 at 4 bits 191 / 197;
-// below this wide is ahead, above it dense by more and more.
-inline constexpr uint64_t kDenseTokens = 512;
+inline constexpr uint64_t kDenseTokens = 256;        // from here on where it is faster than wide
 inline constexpr uint32_t kDenseItemChannels = 256;  // output channels that a cluster takes at a time
 
 // How products are made.
@@ -56,11 +55,11 @@ constexpr RowClass ClassOf(uint64_t rows, uint64_t segments, int compute_capabil
   if (rows <= 4 * segments) return RowClass::kFew;
   return compute_capability == 90 && rows >= kWideRows * segments ? RowClass::kWide : RowClass::kMany;
 }
-// The same for a single matrix.
+// The same for a single matrix. PlanLinearPass takes kDense in place of kWide where that is faster.
 constexpr RowClass LinearClassOf(uint64_t tokens, int compute_capability) {
   if (tokens <= 8) return RowClass::kFew;
   if (compute_capability != 90 || tokens < kWideTokens) return RowClass::kMany;
-  return tokens < kDenseTokens ? RowClass::kWide : RowClass::kDense;
+  return RowClass::kWide;
 }
 // Groups of 8 rows that `rows` rows of at most `segments` segments can need: each segment begins a group.
 constexpr uint64_t MaxGroups(uint64_t rows, uint64_t segments) {
@@ -155,10 +154,21 @@ struct LinearPass {
   // taken by halves, which fill the last turn better. All of them where inputs are split.
   uint32_t whole_items = 0;
 };
+// `forced`: for tests and benchmarks, a class in place of the one that the numbers give.
 LinearPass PlanLinearPass(uint64_t tokens, uint32_t in_channels, uint32_t out_channels,
-                          int compute_capability);
+                          int compute_capability, std::optional<RowClass> forced = {});
 
 Result<LinearConfig> ConfigureLinear(const PreparedLinear& linear, const LinearPlanOptions& options);
+
+// What a call does; other than this only in tests and benchmarks. REQUIRES of a forced class: it is one of
+// the device, and for kDense the plan's max_tokens are kDenseTokens or more.
+struct LinearSteps {
+  std::optional<RowClass> forced = {};
+  bool rotate = true;
+  bool decode = true;  // kDense
+  bool products = true;
+  bool output = true;  // kDense without products: of one set of sums, whatever they are
+};
 
 struct LinearLaunch {
   const LinearConfig& config;
@@ -169,10 +179,13 @@ struct LinearLaunch {
   uint32_t out_channels = 0;
   DeviceLimits limits;
   void* stream = nullptr;
+  LinearSteps steps = {};
 };
 Result<void> LaunchLinear(const LinearLaunch& launch);
-// The first step of kDense alone, for benchmarks: decodes into 2 * in * out bytes. REQUIRES: such a device.
-Result<void> LaunchDecode(const DeviceMatrix& matrix, void* weights, void* stream);
+
+// RunLinear by this executor with `steps`. REQUIRES: a plan, a linear and arguments that RunLinear takes.
+Result<void> RunLinearSteps(const LinearPlan& plan, const PreparedLinear& linear, const LinearArgs& args,
+                            const LinearSteps& steps);
 
 }  // namespace espalier::cuda
 

@@ -58,14 +58,16 @@ __global__ void __launch_bounds__(kOutputThreads) StoreOutputs(const __grid_cons
 
 uint32_t Log2(uint32_t power_of_two) { return static_cast<uint32_t>(std::countr_zero(power_of_two)); }
 
-Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint32_t num_tokens) {
+// `decoded`: whether a chunk before has decoded the matrix.
+Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint32_t num_tokens,
+                         bool& decoded) {
   const LinearArgs& args = launch.args;
   const DeviceMatrix& matrix = launch.matrix;
   std::byte* workspace = static_cast<std::byte*>(args.workspace);
   const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-  const bool dependent = launch.limits.compute_capability >= 90;
-  const LinearPass pass =
-      PlanLinearPass(num_tokens, matrix.in_channels, matrix.out_channels, launch.limits.compute_capability);
+  const LinearSteps& steps = launch.steps;
+  const LinearPass pass = PlanLinearPass(num_tokens, matrix.in_channels, matrix.out_channels,
+                                         launch.limits.compute_capability, steps.forced);
   const bool few = pass.row_class == RowClass::kFew, dense = pass.row_class == RowClass::kDense;
   const bool wide = pass.row_class == RowClass::kWide || dense;
   const uint32_t num_rows = pass.groups * kGroupRows;
@@ -111,7 +113,7 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
   const OutputParams output = {
       .matrix = matrix,
       .sums = sums,
-      .splits = pass.sums.splits,
+      .splits = steps.products ? pass.sums.splits : 1,
       .split_stride = products.out_split,
       .exponents = exponents,
       .channels = launch.out_channels,
@@ -131,40 +133,38 @@ Result<void> LaunchChunk(const LinearLaunch& launch, uint64_t first_token, uint3
                                       .output = output};
 
   Chain chain;
-  chain.Add("rotate", [&] { return LaunchRotate(rotate, num_tokens, stream, false); });
-  if (dense && first_token == 0) {
-    chain.Add("decode", [&] { return LaunchDecodeMatrix(matrix, weights, stream, dependent); });
-  }
-  chain.Add("sums", [&] {
-    if (dense) return LaunchDenseRows(dense_products, stream, dependent);
+  bool follows = false;  // a kernel of this chain, as far as the architecture cares
+  const auto add = [&](bool wanted, const char* name, auto&& start) {
+    if (!wanted) return;
+    chain.Add(name, start);
+    follows = launch.limits.compute_capability >= 90;
+  };
+  add(steps.rotate, "rotate", [&] { return LaunchRotate(rotate, num_tokens, stream, follows); });
+  add(steps.decode && dense && !decoded, "decode",
+      [&] { return LaunchDecodeMatrix(matrix, weights, stream, follows); });
+  decoded = decoded || dense;
+  add(steps.products, "sums", [&] {
+    if (dense) return LaunchDenseRows(dense_products, stream, follows);
     const dim3 grid(matrix.out_channels / pass.sums.block_channels, pass.sums.splits, pass.tiles);
-    return LaunchRows(pass.row_class, products, grid, stream, dependent);
+    return LaunchRows(pass.row_class, products, grid, stream, follows);
   });
-  if (dense && pass.sums.splits == 1) return chain.result();
-  chain.Add("output", [&] {
+  const bool stored = dense && steps.products && pass.sums.splits == 1;  // by the products themselves
+  add(steps.output && !stored, "output", [&] {
     const uint32_t blocks = matrix.out_channels / kHadamardChannels;
     const uint32_t warps = kOutputThreads / 32;
     return Launch(StoreOutputs, dim3((blocks + warps - 1) / warps, num_tokens), kOutputThreads, 0, stream,
-                  dependent, output);
+                  follows, output);
   });
   return chain.result();
 }
 
 }  // namespace
 
-Result<void> LaunchDecode(const DeviceMatrix& matrix, void* weights, void* stream) {
-  Chain chain;
-  chain.Add("decode", [&] {
-    return LaunchDecodeMatrix(matrix, static_cast<std::byte*>(weights), static_cast<cudaStream_t>(stream),
-                              false);
-  });
-  return chain.result();
-}
-
 Result<void> LaunchLinear(const LinearLaunch& launch) {
+  bool decoded = false;
   for (uint64_t first = 0; first < launch.args.num_tokens; first += launch.config.chunk_tokens) {
     const uint64_t tokens = std::min(launch.config.chunk_tokens, launch.args.num_tokens - first);
-    Result<void> run = LaunchChunk(launch, first, static_cast<uint32_t>(tokens));
+    Result<void> run = LaunchChunk(launch, first, static_cast<uint32_t>(tokens), decoded);
     if (!run) return run;
   }
   return {};

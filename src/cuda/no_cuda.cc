@@ -48,7 +48,9 @@ Result<double> Timer::Microseconds() const { return NoCuda(); }
 Result<void> EnqueueReadProbe(const void*, uint64_t, const DeviceLimits&, ProbeResult*, void*) {
   return NoCuda();
 }
-Result<void> LaunchDecode(const DeviceMatrix&, void*, void*) { return NoCuda(); }
+Result<void> RunLinearSteps(const LinearPlan&, const PreparedLinear&, const LinearArgs&, const LinearSteps&) {
+  return NoCuda();
+}
 Result<uint64_t> EnqueueMatrixProbe(uint64_t, const DeviceLimits&, ProbeResult*, void*) { return NoCuda(); }
 Result<uint64_t> EnqueueDecodeProbe(int, Codebook, uint64_t, const DeviceLimits&, ProbeResult*, void*) {
   return NoCuda();
