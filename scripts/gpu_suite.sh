@@ -2,30 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Everything that needs a GPU, for a machine that cannot build.
-#   gpu_suite.sh stage [--python PYTHON] FOLDER [ARCHITECTURES]
+#   gpu_suite.sh stage [--python PYTHON] [--vllm] FOLDER [ARCHITECTURES]
 #       here: builds, and puts into FOLDER all that the tests and benchmarks take ("90a-real" by default; under 64 MiB).
 #       With an interpreter also the Python package for its series and newer ones, and its tests in torch and
-#       transformers; other wheels that the machine lacks may be put into FOLDER/python
+#       transformers; other wheels that the machine lacks may be put into FOLDER/python. With --vllm also vLLM without its
+#       kernels (stage_vllm.py), for the tests in that
 #   FOLDER/gpu_suite.sh run [--quick | --faces] [RESULTS]
 #       there: tests, compute-sanitizer where it is, benchmarks; goes on after a failure, the table comes last. Logs and
-#       JSON in RESULTS ($OUT or ./results by default). --faces: the tests in torch and transformers alone
+#       JSON in RESULTS ($OUT or ./results by default). --faces: the tests in torch, transformers and vLLM alone
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 usage() {
-  sed -n '5,12s/^# \{0,1\}//p' "$0" >&2
+  sed -n '5,13s/^# \{0,1\}//p' "$0" >&2
   exit 2
 }
 
 limit_mib=64
 
 stage() {
-  local python=''
+  local python='' vllm=0
   if [[ $1 == --python ]]; then
     python=$2
     shift 2
   fi
+  if [[ $1 == --vllm ]]; then
+    vllm=1
+    shift
+  fi
   (($# >= 1 && $# <= 2)) || usage
+  if ((vllm)) && [[ -z $python ]]; then usage; fi
   local folder=$1 architectures=${2:-90a-real}
   cd "$here/.." || exit 2
   local build=build/gpu-suite
@@ -58,6 +64,7 @@ stage() {
     cp -r data/tiny-qwen3moe-exl3-mixed "$folder/data/" &&
     cp bench/torch_{grouped,linear}.py scripts/gpu_suite.sh "$folder/" || return
   if [[ -n $python ]]; then stage_faces "$python" "$build" "$folder" || return; fi
+  if ((vllm)); then "$python" scripts/stage_vllm.py "$folder/python/vllm.tar.xz" || return; fi
   # Every program holds the library: packed, they are a third.
   tar -C "$folder" -czf "$folder/programs.tar.gz" bin lib && rm -r "${folder:?}"/{bin,lib} || return
   local mib
@@ -73,7 +80,8 @@ stage_faces() {
     PYTHON=$python scripts/wheel.sh --build "$build" --out "$folder/python" || return
   rm -f "$folder"/python/*.tar.gz
   mkdir -p "$folder"/{bench,docs,tests/python} &&
-    cp tests/python/{package_support,transformers_checkpoints,test_torch,test_transformers}.py "$folder/tests/python/" &&
+    cp tests/python/{package_support,transformers_checkpoints,vllm_engine,test_{torch,transformers,vllm}}.py \
+      "$folder/tests/python/" &&
     mkdir -p "$folder/tests/data/golden" && cp tests/data/golden/model_golden.safetensors "$folder/tests/data/golden/" &&
     cp data/heldout.txt "$folder/data/" &&
     cp docs/{torch,transformers}.md "$folder/docs/" &&
@@ -129,8 +137,8 @@ run_tests() {
   done
 }
 
-# The package in the torch and transformers of the machine, which bring their own libraries. A GPU that cannot be used
-# fails here.
+# The package in the torch and transformers of the machine, which bring their own libraries, and in the vLLM that was
+# brought along or is there. A GPU that cannot be used fails here.
 run_faces() {
   local site face
   site=$(mktemp -d)
@@ -141,6 +149,14 @@ run_faces() {
       python3 -m pytest -q -rfEs -p no:cacheprovider --durations=10 --junitxml="$results/faces-$face.xml" \
       "tests/python/test_$face.py"
   done
+  if [[ -f python/vllm.tar.xz ]]; then step vllm-unpack 60 tar -xJf python/vllm.tar.xz -C "$site"; fi
+  if env -u LD_LIBRARY_PATH PYTHONPATH="$site" python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then
+    step faces-vllm 400 env -u LD_LIBRARY_PATH PYTHONPATH="$site" ESPALIER_REQUIRE_GPU=1 \
+      python3 -m pytest -q -rfEs -p no:cacheprovider --durations=10 --junitxml="$results/faces-vllm.xml" \
+      -k test_gpu_ tests/python/test_vllm.py
+  else
+    summary+=("vllm                                   not here")
+  fi
   rm -rf "$site"
 }
 
@@ -215,7 +231,7 @@ print_tables() {
     env -u LD_LIBRARY_PATH python3 torch_grouped.py "$file" --table ${grouped:+"$grouped"} 2>/dev/null ||
       grep -E '"(geometry|tokens|median_us|serial_median_us|failure)"' "$file"
   done
-  for file in "$results"/faces-{torch,transformers}.log; do
+  for file in "$results"/faces-{torch,transformers,vllm}.log; do
     [[ -s $file ]] || continue
     printf '\n%s\n' "$(basename "$file" .log)"
     grep -E '^(FAILED|ERROR|SKIPPED) |^[0-9]+ (passed|failed|skipped)' "$file" | cut -c1-300

@@ -54,7 +54,7 @@ long_running = pytest.mark.skipif(CHOICE != "all", reason="takes minutes: ESPALI
 def ask(tmp_path_factory):
     """Starts an engine and returns its answers; see vllm_engine.py. Fails with the end of its output."""
 
-    def start(questions, environment=None, **options):
+    def start(questions, environment=None, gpu=False, **options):
         out = tmp_path_factory.mktemp("engine") / "answers.json"
         cache = tmp_path_factory.mktemp("cache")
         request = {
@@ -65,6 +65,7 @@ def ask(tmp_path_factory):
                 "max_logprobs": -1,
                 **options,
             },
+            "gpu": gpu,
             "environment": {**CLEAN, "VLLM_CACHE_ROOT": str(cache), **(environment or {})},
             "ask": questions,
             "out": str(out),
@@ -148,6 +149,39 @@ def test_greedy_text_is_that_of_tiny_lm(exact):
     )  # fmt: skip
     assert len(exact["greedy"]["ids"]) == TOKENS
     assert done.stdout.partition("\n")[2] == exact["greedy"]["text"] + "\n"
+
+
+# On a GPU, eagerly and as vLLM's CUDA graphs. What differs from the CPU is how attention, norms and products of plain
+# layers round float16.
+
+
+def needs_gpu(function):
+    """Skips where torch sees no GPU; with ESPALIER_REQUIRE_GPU there has to be one, and the test fails."""
+    found = importlib.util.find_spec("torch") is not None
+    if found:
+        import torch
+
+        found = torch.cuda.is_available()
+    skip = not found and not os.environ.get("ESPALIER_REQUIRE_GPU")
+    return pytest.mark.skipif(skip, reason="no GPU")(function)
+
+
+@needs_vllm
+@needs_gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_gpu_gives_the_numbers_of_the_reference(ask, graphs):
+    questions = {
+        "perplexity": {},
+        "greedy": {"prompt": PROMPT, "tokens": 8},
+        "logprobs": {"ids": golden("prompt_ids").tolist()},
+    }
+    # One process, and the model runner that needs no kernel for its buffers.
+    environment = {**ALONE, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    answers = ask(questions, environment, gpu=True, dtype="float16", enforce_eager=not graphs)
+    assert answers["perplexity"]["predictions"] == 19712
+    assert answers["perplexity"]["perplexity"] == pytest.approx(38.11, abs=0.05)
+    assert relative_l2(answers["logprobs"], golden("logits_fp32ref_mixed")[:-1]) < 5e-3
+    assert answers["greedy"]["text"] == "Mr. Darcy, who had\nbeen the only one"
 
 
 # Other families, with the decoded weights in transformers or, where vLLM itself computes something else on a CPU, in
