@@ -63,8 +63,8 @@ Tables FindTables() {
 }  // namespace
 
 std::string_view OperandName(Operand operand) {
-  static constexpr std::string_view names[kNumOperands] = {"fp32",  "fixed16",      "bf16-halves",
-                                                           "int16", "int16-halves", "int8"};
+  static constexpr std::string_view names[kNumOperands] = {"fp32",  "fixed16",     "bf16-halves",
+                                                           "int16", "int16-apart", "int8"};
   return names[static_cast<int>(operand)];
 }
 

@@ -12,7 +12,7 @@
 //                bf16; activations of 13 bits
 //   kBf16Halves  the two fp16 terms of one value (3inst, mcg), each cut to bf16; the activation twice
 //   kInt16       byte sums (mul1) of input channels 2i, 2i+1, exact; activations of 16 bits
-//   kInt16Halves the sums of bytes 0, 1 and 2, 3 of one channel (mul1), exact; the activation twice
+//   kInt16Apart  the same of input channels c and c + 4, c being 0 to 3 and 8 to 11 of 16
 //   kInt8        byte sums / 4 of four channels in the order 2i, 2i+8, 2i+1, 2i+9 of 16; activations of 8
 //   bits
 // Integer activations of one row and block share a scale.
@@ -34,10 +34,10 @@ inline constexpr uint32_t kBlockChannels = kHadamardChannels;
 inline constexpr uint32_t kBlockSteps = kBlockChannels / kTileChannels;
 inline constexpr uint32_t kBlockPanels = kBlockChannels / kPanelChannels;
 
-enum class Operand : uint8_t { kFloat, kFixed16, kBf16Halves, kInt16, kInt16Halves, kInt8 };
+enum class Operand : uint8_t { kFloat, kFixed16, kBf16Halves, kInt16, kInt16Apart, kInt8 };
 inline constexpr int kNumOperands = 6;
 std::string_view OperandName(
-    Operand operand);  // "fp32", "fixed16", "bf16-halves", "int16", "int16-halves", "int8"
+    Operand operand);  // "fp32", "fixed16", "bf16-halves", "int16", "int16-apart", "int8"
 
 inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
@@ -48,12 +48,12 @@ __attribute__((always_inline)) constexpr uint32_t BlockWords(Operand operand) {
   switch (operand) {
     case Operand::kFixed16:
     case Operand::kInt16:
+    case Operand::kInt16Apart:
       return kBlockChannels / 2;
     case Operand::kInt8:
       return kBlockChannels / 4;
     case Operand::kFloat:
     case Operand::kBf16Halves:
-    case Operand::kInt16Halves:
       return kBlockChannels;
   }
   return 0;
@@ -114,7 +114,7 @@ struct KernelTable {
 constexpr float OffsetFactor(Operand operand) {
   // mul1 is 1774 * 2^-18 * (sum - 905216 / 1774); int8 keeps sum / 4, cut, which lacks 1.5 / 4 on average.
   if (operand == Operand::kInt8) return static_cast<float>(((905216.0 / 1774 - 1.5) / 4 - 127) / 127);
-  if (operand == Operand::kInt16 || operand == Operand::kInt16Halves)
+  if (operand == Operand::kInt16 || operand == Operand::kInt16Apart)
     return static_cast<float>((905216.0 / 1774 - 510) / 510);
   return 0;
 }

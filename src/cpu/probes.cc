@@ -93,7 +93,7 @@ ProductUnit UnitOf(CpuMode mode, Codebook codebook) {
     case cpu::Operand::kInt8:
       return ProductUnit::kInt8;
     case cpu::Operand::kInt16:
-    case cpu::Operand::kInt16Halves:
+    case cpu::Operand::kInt16Apart:
     case cpu::Operand::kFixed16:
       return ProductUnit::kInt16;
     case cpu::Operand::kFloat:

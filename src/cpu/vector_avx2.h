@@ -59,14 +59,30 @@ struct VectorAvx2 {
   static ESPALIER_INLINE Int PreviousGroup(Int v) {
     return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6));
   }
-  static ESPALIER_INLINE Int Straddle(Int before, Int word) {
-    const Int halves = _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3, 0, 1, 6,
-                                        7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return _mm256_shuffle_epi8(_mm256_blend_epi16(before, word, 0xAA), halves);
-  }
+  static ESPALIER_INLINE Int Straddle(Int before, Int word) { return SwapHalves(LowThenHigh(before, word)); }
   template <int n>
   static ESPALIER_INLINE Int StraddleRight(Int straddle) {
     return ShiftRight<n>(straddle);
+  }
+
+  // By 16-bit lanes.
+  template <int n>
+  static ESPALIER_INLINE Int ShiftRight16(Int v) {
+    return _mm256_srli_epi16(v, n);
+  }
+  template <int n>
+  static ESPALIER_INLINE Int ShiftLeft16(Int v) {
+    return _mm256_slli_epi16(v, n);
+  }
+  // Both are there before anything behind it: compilers sort independent chains one behind the other.
+  static ESPALIER_INLINE void Alternate(Int (&v)[2]) { asm volatile("" : "+x"(v[0]), "+x"(v[1])); }
+  static ESPALIER_INLINE Int Add16(Int a, Int b) { return _mm256_add_epi16(a, b); }
+  static ESPALIER_INLINE Int Multiply16(Int a, Int b) { return _mm256_mullo_epi16(a, b); }
+  static ESPALIER_INLINE Int MultiplyHigh16(Int a, Int b) { return _mm256_mulhi_epu16(a, b); }
+  static ESPALIER_INLINE Int LowThenHigh(Int low, Int high) { return _mm256_blend_epi16(low, high, 0xAA); }
+  static ESPALIER_INLINE Int SwapHalves(Int v) {
+    return _mm256_shuffle_epi8(v, _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3,
+                                                   0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
   }
 
   static ESPALIER_INLINE Int ByteSums(Int words) {
@@ -74,9 +90,6 @@ struct VectorAvx2 {
   }
   static ESPALIER_INLINE Int ByteHalves(Int words) {
     return _mm256_maddubs_epi16(words, _mm256_set1_epi8(1));
-  }
-  static ESPALIER_INLINE Int ByteSumPair(Int first, Int second) {
-    return Or(ByteSums(first), ShiftLeft<16>(ByteSums(second)));
   }
   static ESPALIER_INLINE Int DotInt16(Int sum, Int weights, Int input) {
     return Add(sum, _mm256_madd_epi16(weights, input));
@@ -118,6 +131,11 @@ struct VectorAvx2 {
     const Int packed = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, order), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
   }
+  // Of lanes i and i + 4 as word i.
+  static ESPALIER_INLINE void StoreLow16Apart(uint32_t* to, Int v) {
+    const __m128i later = _mm_slli_epi32(_mm256_extracti128_si256(v, 1), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_blend_epi16(_mm256_castsi256_si128(v), later, 0xAA));
+  }
   static ESPALIER_INLINE float LargestLane(Int v) {
     uint32_t lanes[8], largest = 0;
     Store(lanes, v);
@@ -153,21 +171,19 @@ struct VectorAvx2 {
   }
 };
 
-template <class V>
-Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t rows) {
-  if (mode == CpuMode::kExact || codebook != Codebook::kMul1) return Operand::kFloat;
-  return rows <= uint32_t{VectorAvx2::FusedRows(0)} ? Operand::kInt16Halves : Operand::kInt16;
+Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t) {
+  return mode == CpuMode::kExact || codebook != Codebook::kMul1 ? Operand::kFloat : Operand::kInt16Apart;
 }
 
 template <class V>
 void FillAvx2(KernelTable& table) {
   FillExact<V>(table);
-  FillDecode<V, Operand::kInt16, Codebook::kMul1>(table);
-  FillMultiply<V, Operand::kInt16>(table);
-  FillFused<V, Operand::kInt16Halves, Codebook::kMul1, 1, V::FusedRows(0)>(
+  FillDecode<V, Operand::kInt16Apart, Codebook::kMul1>(table);
+  FillMultiply<V, Operand::kInt16Apart>(table);
+  FillFused<V, Operand::kInt16Apart, Codebook::kMul1, 1, V::FusedRows(0)>(
       table.fused[static_cast<int>(Codebook::kMul1)]);
   FillFusedFloat<V>(table);
-  table.operand = ChooseOperand<V>;
+  table.operand = ChooseOperand;
 }
 
 }  // namespace

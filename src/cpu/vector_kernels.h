@@ -11,12 +11,14 @@
 //   Straddle(before, word)          what StraddleRight shifts: the low half of `before`, then the high half
 //   of
 //                                   `word`; StraddleRight<n> gives its bits n and up, with junk above bit 15
+//   LowThenHigh(a, b)               the low halves of a's lanes and the high halves of b's
 //   ByteSums, ByteSumPair, ...      see the kernels
 // Everything here is in an unnamed namespace and calls no inline function of another header: a function that
 // was compiled for this instruction set must not be linked into code that runs on others.
 #ifndef ESPALIER_SRC_CPU_VECTOR_KERNELS_H_
 #define ESPALIER_SRC_CPU_VECTOR_KERNELS_H_
 
+#include <type_traits>
 #include <utility>
 
 #include "cpu/kernel_table.h"
@@ -70,6 +72,64 @@ struct Step {
     return V::And(V::template StraddleRight<kShift - 16>(straddles[kWord]), mask);
   }
 };
+
+// The same by 16-bit lanes: one vector holds two states of every output channel, i in the lower half of its
+// 32-bit lane and i + 16 in the upper one. Shifts and multiplications of 16 bits then do 16 states with 8
+// lanes, and of those the multiplications are also the cheaper ones on many processors.
+template <class V, int kBits>
+struct HalfStep {
+  const uint32_t* codes;
+
+  ESPALIER_INLINE void Read(const uint32_t* step) { codes = step; }
+
+  // States 0 to 15, in the lower halves.
+  template <int kIndex>
+  ESPALIER_INLINE typename V::Int States() const {
+    constexpr int kEnd = (kIndex + 1) * kBits;
+    constexpr int kWindow = (kEnd - 1) / 16;
+    constexpr int kShift = 16 * (kWindow + 1) - kEnd;  // bits of the window behind the state
+    const typename V::Int window = Window<kWindow>();
+    if constexpr (kShift == 0) {
+      return window;
+    } else {
+      const typename V::Int before = V::template ShiftLeft16<16 - kShift>(WindowBefore<kWindow>());
+      return V::Or(V::template ShiftRight16<kShift>(window), before);
+    }
+  }
+
+ private:
+  // Bits 16i to 16i + 15 of every lane's stream, beside those that are 16 states later.
+  template <int kIndex>
+  ESPALIER_INLINE typename V::Int Window() const {
+    constexpr int kLater = kIndex + kBits;
+    const typename V::Int word = V::Load(codes + kIndex / 2 * 16);
+    const typename V::Int later = V::Load(codes + kLater / 2 * 16);
+    // A word's first 16 bits are its upper half.
+    if constexpr (kIndex % 2 == 0 && kLater % 2 == 0) {
+      return V::LowThenHigh(V::template ShiftRight<16>(word), later);
+    } else if constexpr (kIndex % 2 == 0) {
+      return V::SwapHalves(V::LowThenHigh(later, word));
+    } else if constexpr (kLater % 2 == 0) {
+      return V::LowThenHigh(word, later);
+    } else {
+      return V::LowThenHigh(word, V::template ShiftLeft<16>(later));
+    }
+  }
+  template <int kIndex>
+  ESPALIER_INLINE typename V::Int WindowBefore() const {
+    if constexpr (kIndex > 0) {
+      return Window<kIndex - 1>();
+    } else {
+      // The stream is a circle: before its first 16 bits are the last ones of the lane before.
+      const typename V::Int last = Window<kBits - 1>();
+      return V::LowThenHigh(V::PreviousGroup(V::template ShiftRight<16>(last)),
+                            V::template ShiftLeft<16>(last));
+    }
+  }
+};
+
+template <class V, Operand kOperand, int kBits>
+using StepOf = std::conditional_t<kOperand == Operand::kInt16Apart, HalfStep<V, kBits>, Step<V, kBits>>;
 
 // f.template operator()<pair, half>(first, second) for the states of input channels 2 * pair and 2 * pair + 1
 // and of output channels 8 * half and up, in the order in which the stream has them.
@@ -145,18 +205,55 @@ template <Operand kOperand, Codebook kCodebook, class V>
 ESPALIER_INLINE typename V::Int SingleOperand(typename V::Int state) {
   if constexpr (kOperand == Operand::kFloat) {
     return V::AsInt(Value<kCodebook, V>(state));
-  } else if constexpr (kOperand == Operand::kBf16Halves) {
-    return Bf16Halves<V>(Scramble<kCodebook, V>(state));
   } else {
-    return V::ByteHalves(Scramble<kCodebook, V>(state));
+    return Bf16Halves<V>(Scramble<kCodebook, V>(state));
   }
+}
+
+// Byte sums of mul1 by 16-bit lanes, of two vectors of states. Their instructions alternate: a scheduler of
+// 36 entries (Zen 2) holds two such chains if they lie behind one another, and waits for them.
+template <class V>
+ESPALIER_INLINE void ByteSumsOf(typename V::Int (&states)[2]) {
+  using Int = typename V::Int;
+  const Int low_factor = V::Set(0xD12DD12Du), high_factor = V::Set(0x83DC83DCu);  // of 0x83DCD12D
+  V::Alternate(states);
+  Int low[2] = {V::Multiply16(states[0], low_factor), V::Multiply16(states[1], low_factor)};
+  Int high[2] = {V::MultiplyHigh16(states[0], low_factor), V::MultiplyHigh16(states[1], low_factor)};
+  Int more[2] = {V::Multiply16(states[0], high_factor), V::Multiply16(states[1], high_factor)};
+  V::Alternate(low);
+  V::Alternate(high);
+  V::Alternate(more);
+  Int low_sums[2] = {V::ByteHalves(low[0]), V::ByteHalves(low[1])};
+  Int high_sums[2] = {V::ByteHalves(V::Add16(high[0], more[0])), V::ByteHalves(V::Add16(high[1], more[1]))};
+  V::Alternate(low_sums);
+  V::Alternate(high_sums);
+  states[0] = V::Add16(low_sums[0], high_sums[0]);
+  states[1] = V::Add16(low_sums[1], high_sums[1]);
+  V::Alternate(states);
+}
+
+// f.template operator()<word, half>(vector) for the words of kInt16Apart.
+template <class V, class S, int... kPairs, class F>
+ESPALIER_INLINE void ForApart(const S& step, std::integer_sequence<int, kPairs...>, const F& f) {
+  const auto pair = [&]<int kPair>() ESPALIER_LAMBDA_INLINE {
+    // States 2p and 2p + 1 are pair p of ForPairs; those 16 later are 4 input channels further on.
+    constexpr int kWord = (kPair >> 2) * 2 + (kPair & 1) * 4, kHalf = kPair >> 1 & 1;
+    typename V::Int sums[2] = {step.template States<2 * kPair>(), step.template States<2 * kPair + 1>()};
+    ByteSumsOf<V>(sums);
+    f.template operator()<kWord, kHalf>(sums[0]);
+    f.template operator()<kWord + 1, kHalf>(sums[1]);
+  };
+  (pair.template operator()<kPairs>(), ...);
 }
 
 // f.template operator()<word, half>(vector): every vector of weights of a step; `word` counts the
 // activations' words in a tile.
 template <Operand kOperand, Codebook kCodebook, class V, class S, class F>
 ESPALIER_INLINE void ForOperands(const S& step, const F& f) {
-  if constexpr (kOperand == Operand::kInt8) {
+  if constexpr (kOperand == Operand::kInt16Apart) {
+    static_assert(kCodebook == Codebook::kMul1);
+    ForApart<V>(step, std::make_integer_sequence<int, 8>(), f);
+  } else if constexpr (kOperand == Operand::kInt8) {
     typename V::Int low = V::Set(0);
     ForPairs(step,
              [&]<int kPair, int kHalf>(typename V::Int first, typename V::Int second) ESPALIER_LAMBDA_INLINE {
@@ -187,7 +284,7 @@ void DecodePanelBlock(const uint32_t* codes, uint32_t* weights) {
   constexpr uint32_t kStepWords = BlockWords(kOperand) / kBlockSteps;
   for (uint32_t s = 0; s < kBlockSteps; ++s) {
     for (uint32_t part = 0; part < 16; part += V::kLanes) {
-      Step<V, kBits> step;
+      StepOf<V, kOperand, kBits> step;
       step.Read(codes + part);
       ForOperands<kOperand, kCodebook, V>(
           step, [&]<int kWord, int kHalf>(typename V::Int vector) ESPALIER_LAMBDA_INLINE {
@@ -301,7 +398,7 @@ ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_block
       acc[r][0][c] = acc[r][1][c] = Sum::Start(c == 0 ? starts[r] : 0);
     });
     for (uint32_t s = 0; s < kBlockSteps; ++s) {
-      Step<V, kBits> step;
+      StepOf<V, kOperand, kBits> step;
       step.Read(codes);
       for (int i = 0; i < kBits; ++i)
         __builtin_prefetch(reinterpret_cast<const char*>(codes + i * 16) + kPrefetchBytes);
@@ -442,14 +539,15 @@ ESPALIER_INLINE void PackInt8(const typename V::Int* integers, uint32_t* words) 
 }
 
 template <class V>
-ESPALIER_INLINE void PackInt16(const typename V::Int* integers, bool twice, uint32_t* words) {
-  for (uint32_t i = 0; i < Block<V>::kVectors; ++i) {
-    if (twice) {
-      const typename V::Int low = V::And(integers[i], V::Set(0xFFFF));
-      V::Store(words + i * V::kLanes, V::Or(low, V::template ShiftLeft<16>(integers[i])));
-    } else {
-      V::StoreLow16(words + i * V::kLanes / 2, integers[i]);
-    }
+ESPALIER_INLINE void PackInt16(const typename V::Int* integers, uint32_t* words) {
+  for (uint32_t i = 0; i < Block<V>::kVectors; ++i) V::StoreLow16(words + i * V::kLanes / 2, integers[i]);
+}
+
+template <class V>
+ESPALIER_INLINE void PackInt16Apart(const typename V::Int* integers, uint32_t* words) {
+  if constexpr (requires { V::StoreLow16Apart(words, integers[0]); }) {
+    for (uint32_t i = 0; i < Block<V>::kVectors; ++i)
+      V::StoreLow16Apart(words + i * V::kLanes / 2, integers[i]);
   }
 }
 
@@ -471,12 +569,16 @@ void PackBlock(Operand operand, const float* values, uint32_t* words, float* sca
       break;
     case Operand::kFixed16:
       Quantize<V>(block, kFixed16Limit, 0, kCutTermsScale / 1024, scale, start, integers);
-      PackInt16<V>(integers, false, words);
+      PackInt16<V>(integers, words);
       break;
     case Operand::kInt16:
-    case Operand::kInt16Halves:
+    case Operand::kInt16Apart:
       Quantize<V>(block, kInt16Limit, 510, kMul1Unit, scale, start, integers);
-      PackInt16<V>(integers, operand == Operand::kInt16Halves, words);
+      if (operand == Operand::kInt16) {
+        PackInt16<V>(integers, words);
+      } else {
+        PackInt16Apart<V>(integers, words);
+      }
       break;
     case Operand::kInt8:
       Quantize<V>(block, kInt8Limit, 127, 4 * kMul1Unit, scale, start, integers);
