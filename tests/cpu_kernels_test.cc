@@ -37,8 +37,13 @@ constexpr int kAllBits[] = {
 #define ESPALIER_BITS(bits) bits,
 #include <espalier/formats.def>
 };
-constexpr Operand kOperands[] = {Operand::kFloat, Operand::kFixed16,    Operand::kBf16Halves,
-                                 Operand::kInt16, Operand::kInt16Apart, Operand::kInt8};
+constexpr Operand kOperands[] = {Operand::kFloat,      Operand::kCutFloat, Operand::kFixed16,
+                                 Operand::kBf16Halves, Operand::kInt16,    Operand::kInt16Apart,
+                                 Operand::kInt8};
+
+bool IsFloat(Operand operand) {
+  return operand == Operand::kFloat || operand == Operand::kCutFloat || operand == Operand::kBf16Halves;
+}
 
 class Kernels : public testing::TestWithParam<const KernelTable*> {
  protected:
@@ -163,6 +168,8 @@ uint32_t ExpectedWord(Operand operand, Codebook codebook, const PanelBlock& bloc
   switch (operand) {
     case Operand::kFloat:
       return std::bit_cast<uint32_t>(Fp16ToFloat(CodebookValueFp16(codebook, state(word))));
+    case Operand::kCutFloat:
+      return std::bit_cast<uint32_t>(CutTerm(scrambled(word), 0) + CutTerm(scrambled(word), 1));
     case Operand::kFixed16: {
       const auto value = [&](uint32_t input) {
         const float sum = CutTerm(scrambled(input), 0) + CutTerm(scrambled(input), 1);
@@ -362,8 +369,8 @@ TEST_P(Kernels, PackEveryOperand) {
         SCOPED_TRACE(fmt::format("{}, about {}", OperandName(operand), scale));
         const std::vector<float> values = RandomValues(random, scale);
         const Packed packed = PackRow(table(), operand, values);
-        if (operand == Operand::kFloat) {
-          EXPECT_EQ(packed.scale, 1);
+        if (operand == Operand::kFloat || operand == Operand::kCutFloat) {
+          EXPECT_NEAR(packed.scale, operand == Operand::kFloat ? 1 : 1.0021, 1e-6);
           for (uint32_t c = 0; c < kBlockChannels; ++c)
             ASSERT_EQ(packed.words[c], std::bit_cast<uint32_t>(values[c])) << c;
         } else if (operand == Operand::kBf16Halves) {
@@ -394,7 +401,7 @@ TEST_P(Kernels, PackZerosAndWhatIsNotFinite) {
       std::vector<float> values = RandomValues(random);
       values[64] = odd;
       const Packed packed = PackRow(table(), operand, values);
-      if (operand == Operand::kFloat) {
+      if (operand == Operand::kFloat || operand == Operand::kCutFloat) {
         EXPECT_EQ(packed.words[64], std::bit_cast<uint32_t>(odd));
       } else if (operand == Operand::kBf16Halves) {
         const float kept = Bf16ToFloat(static_cast<uint16_t>(packed.words[64]));
@@ -414,10 +421,10 @@ TEST_P(Kernels, PackZerosAndWhatIsNotFinite) {
 // What words of weights and of a row come to, in double.
 double DotWords(Operand operand, const uint32_t* weights, const std::vector<uint32_t>& row, uint32_t lane,
                 int32_t start) {
-  double sum = operand == Operand::kFloat || operand == Operand::kBf16Halves ? 0 : start;
+  double sum = IsFloat(operand) ? 0 : start;
   for (uint32_t i = 0; i < row.size(); ++i) {
     const uint32_t w = weights[i * kPanelChannels + lane], a = row[i];
-    if (operand == Operand::kFloat) {
+    if (operand == Operand::kFloat || operand == Operand::kCutFloat) {
       sum += double{std::bit_cast<float>(w)} * double{std::bit_cast<float>(a)};
     } else if (operand == Operand::kBf16Halves) {
       for (const int half : {0, 1}) {
@@ -456,9 +463,7 @@ struct RowsOfBlock {
 
 // The largest sums of products of 128 channels that an operand can meet do not overflow; fp32 sums of 128
 // (256 for halves) terms of either sign are right to some of their last bits.
-double ProductTolerance(Operand operand) {
-  return operand == Operand::kFloat || operand == Operand::kBf16Halves ? 64 * kEpsilon : 4 * kEpsilon;
-}
+double ProductTolerance(Operand operand) { return IsFloat(operand) ? 64 * kEpsilon : 4 * kEpsilon; }
 
 std::vector<std::vector<float>> RandomRows(Random& random, size_t rows, bool extreme) {
   std::vector<std::vector<float>> values;

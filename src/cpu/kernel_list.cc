@@ -63,7 +63,7 @@ Tables FindTables() {
 }  // namespace
 
 std::string_view OperandName(Operand operand) {
-  static constexpr std::string_view names[kNumOperands] = {"fp32",  "fixed16",     "bf16-halves",
+  static constexpr std::string_view names[kNumOperands] = {"fp32",  "fp32-cut",    "fixed16", "bf16-halves",
                                                            "int16", "int16-apart", "int8"};
   return names[static_cast<int>(operand)];
 }

@@ -7,6 +7,7 @@
 // multiply instruction takes of that channel: one fp32 value, two 16-bit or four 8-bit ones. The activations
 // that meet them are packed so that one 32-bit word, broadcast, is the other factor:
 //   kFloat       value                                                         fp32 throughout
+//   kCutFloat    the two fp16 terms of one value (3inst, mcg), each cut to bf16, added in fp32          fp32
 //   kFixed16     values of input channels 2i, 2i+1 (3inst, mcg) in units of 2^-10, their two fp16 terms cut
 //   to
 //                bf16; activations of 13 bits
@@ -34,10 +35,10 @@ inline constexpr uint32_t kBlockChannels = kHadamardChannels;
 inline constexpr uint32_t kBlockSteps = kBlockChannels / kTileChannels;
 inline constexpr uint32_t kBlockPanels = kBlockChannels / kPanelChannels;
 
-enum class Operand : uint8_t { kFloat, kFixed16, kBf16Halves, kInt16, kInt16Apart, kInt8 };
-inline constexpr int kNumOperands = 6;
+enum class Operand : uint8_t { kFloat, kCutFloat, kFixed16, kBf16Halves, kInt16, kInt16Apart, kInt8 };
+inline constexpr int kNumOperands = 7;
 std::string_view OperandName(
-    Operand operand);  // "fp32", "fixed16", "bf16-halves", "int16", "int16-apart", "int8"
+    Operand operand);  // "fp32", "fp32-cut", "fixed16", "bf16-halves", "int16", "int16-apart", "int8"
 
 inline constexpr int kNumCodebooks = 3;
 inline constexpr uint32_t kMaxTableRows = 12;
@@ -53,6 +54,7 @@ __attribute__((always_inline)) constexpr uint32_t BlockWords(Operand operand) {
     case Operand::kInt8:
       return kBlockChannels / 4;
     case Operand::kFloat:
+    case Operand::kCutFloat:
     case Operand::kBf16Halves:
       return kBlockChannels;
   }

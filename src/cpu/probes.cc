@@ -97,6 +97,7 @@ ProductUnit UnitOf(CpuMode mode, Codebook codebook) {
     case cpu::Operand::kFixed16:
       return ProductUnit::kInt16;
     case cpu::Operand::kFloat:
+    case cpu::Operand::kCutFloat:
     case cpu::Operand::kBf16Halves:
       break;
   }

@@ -15,7 +15,7 @@ struct VectorAvx2 {
   using Int = __m256i;
   using Float = __m256;
   static constexpr uint32_t kLanes = 8;
-  static constexpr int FusedRows(int) { return 2; }
+  static constexpr int FusedRows(int) { return 3; }  // decoding first is as fast beyond
   static constexpr int kMaxRows = 6;  // 12 sums, two vectors of weights and an input of 16 registers
 
   static ESPALIER_INLINE Int Load(const uint32_t* p) {
@@ -79,6 +79,10 @@ struct VectorAvx2 {
   static ESPALIER_INLINE Int Add16(Int a, Int b) { return _mm256_add_epi16(a, b); }
   static ESPALIER_INLINE Int Multiply16(Int a, Int b) { return _mm256_mullo_epi16(a, b); }
   static ESPALIER_INLINE Int MultiplyHigh16(Int a, Int b) { return _mm256_mulhi_epu16(a, b); }
+  // -1 where sum = a + addend did not go beyond 16 bits.
+  static ESPALIER_INLINE Int NoCarry16(Int sum, Int addend) {
+    return _mm256_cmpeq_epi16(_mm256_max_epu16(sum, addend), sum);
+  }
   static ESPALIER_INLINE Int LowThenHigh(Int low, Int high) { return _mm256_blend_epi16(low, high, 0xAA); }
   static ESPALIER_INLINE Int SwapHalves(Int v) {
     return _mm256_shuffle_epi8(v, _mm256_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13, 2, 3,
@@ -172,16 +176,25 @@ struct VectorAvx2 {
 };
 
 Operand ChooseOperand(CpuMode mode, Codebook codebook, uint32_t) {
-  return mode == CpuMode::kExact || codebook != Codebook::kMul1 ? Operand::kFloat : Operand::kInt16Apart;
+  if (mode == CpuMode::kExact) return Operand::kFloat;
+  return codebook == Codebook::kMul1 ? Operand::kInt16Apart : Operand::kCutFloat;
+}
+
+template <class V, Codebook kCodebook>
+void FillCut(KernelTable& table) {
+  FillDecode<V, Operand::kCutFloat, kCodebook>(table);
+  FillFused<V, Operand::kCutFloat, kCodebook, 1, 3>(table.fused[static_cast<int>(kCodebook)]);
 }
 
 template <class V>
 void FillAvx2(KernelTable& table) {
   FillExact<V>(table);
+  FillCut<V, Codebook::k3Inst>(table);
+  FillCut<V, Codebook::kMcg>(table);
+  FillMultiply<V, Operand::kCutFloat>(table);
   FillDecode<V, Operand::kInt16Apart, Codebook::kMul1>(table);
   FillMultiply<V, Operand::kInt16Apart>(table);
-  FillFused<V, Operand::kInt16Apart, Codebook::kMul1, 1, V::FusedRows(0)>(
-      table.fused[static_cast<int>(Codebook::kMul1)]);
+  FillFused<V, Operand::kInt16Apart, Codebook::kMul1, 1, 2>(table.fused[static_cast<int>(Codebook::kMul1)]);
   FillFusedFloat<V>(table);
   table.operand = ChooseOperand;
 }

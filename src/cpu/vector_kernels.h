@@ -129,7 +129,8 @@ struct HalfStep {
 };
 
 template <class V, Operand kOperand, int kBits>
-using StepOf = std::conditional_t<kOperand == Operand::kInt16Apart, HalfStep<V, kBits>, Step<V, kBits>>;
+using StepOf = std::conditional_t<kOperand == Operand::kInt16Apart || kOperand == Operand::kCutFloat,
+                                  HalfStep<V, kBits>, Step<V, kBits>>;
 
 // f.template operator()<pair, half>(first, second) for the states of input channels 2 * pair and 2 * pair + 1
 // and of output channels 8 * half and up, in the order in which the stream has them.
@@ -210,21 +211,48 @@ ESPALIER_INLINE typename V::Int SingleOperand(typename V::Int state) {
   }
 }
 
-// Byte sums of mul1 by 16-bit lanes, of two vectors of states. Their instructions alternate: a scheduler of
-// 36 entries (Zen 2) holds two such chains if they lie behind one another, and waits for them.
-template <class V>
-ESPALIER_INLINE void ByteSumsOf(typename V::Int (&states)[2]) {
+// Scrambled words by 16-bit lanes, of two vectors of states, in a lower and an upper half. The instructions
+// for the two alternate: a scheduler of 36 entries (Zen 2) holds two such chains if they lie behind one
+// another, and waits for them.
+template <Codebook kCodebook, class V>
+ESPALIER_INLINE void ScrambleApart(typename V::Int (&states)[2], typename V::Int (&low)[2],
+                                   typename V::Int (&high)[2]) {
   using Int = typename V::Int;
-  const Int low_factor = V::Set(0xD12DD12Du), high_factor = V::Set(0x83DC83DCu);  // of 0x83DCD12D
+  constexpr uint32_t kFactor = kCodebook == Codebook::k3Inst ? 89226354u
+                               : kCodebook == Codebook::kMcg ? 0xCBAC1FEDu
+                                                             : 0x83DCD12Du;
+  const Int low_factor = V::Set((kFactor & 0xFFFF) * 0x10001u);
+  const Int high_factor = V::Set((kFactor >> 16) * 0x10001u);
   V::Alternate(states);
-  Int low[2] = {V::Multiply16(states[0], low_factor), V::Multiply16(states[1], low_factor)};
-  Int high[2] = {V::MultiplyHigh16(states[0], low_factor), V::MultiplyHigh16(states[1], low_factor)};
+  low[0] = V::Multiply16(states[0], low_factor);
+  low[1] = V::Multiply16(states[1], low_factor);
+  high[0] = V::MultiplyHigh16(states[0], low_factor);
+  high[1] = V::MultiplyHigh16(states[1], low_factor);
   Int more[2] = {V::Multiply16(states[0], high_factor), V::Multiply16(states[1], high_factor)};
   V::Alternate(low);
   V::Alternate(high);
   V::Alternate(more);
+  high[0] = V::Add16(high[0], more[0]);
+  high[1] = V::Add16(high[1], more[1]);
+  if constexpr (kCodebook == Codebook::k3Inst) {
+    constexpr uint32_t kMore = 64248484u;
+    const Int low_more = V::Set((kMore & 0xFFFF) * 0x10001u);
+    const Int high_more = V::Set(((kMore >> 16) + 1) * 0x10001u);  // with a carry
+    low[0] = V::Add16(low[0], low_more);
+    low[1] = V::Add16(low[1], low_more);
+    high[0] = V::Add16(V::Add16(high[0], high_more), V::NoCarry16(low[0], low_more));
+    high[1] = V::Add16(V::Add16(high[1], high_more), V::NoCarry16(low[1], low_more));
+  }
+}
+
+// Byte sums of mul1, in place of the states.
+template <class V>
+ESPALIER_INLINE void ByteSumsOf(typename V::Int (&states)[2]) {
+  using Int = typename V::Int;
+  Int low[2], high[2];
+  ScrambleApart<Codebook::kMul1, V>(states, low, high);
   Int low_sums[2] = {V::ByteHalves(low[0]), V::ByteHalves(low[1])};
-  Int high_sums[2] = {V::ByteHalves(V::Add16(high[0], more[0])), V::ByteHalves(V::Add16(high[1], more[1]))};
+  Int high_sums[2] = {V::ByteHalves(high[0]), V::ByteHalves(high[1])};
   V::Alternate(low_sums);
   V::Alternate(high_sums);
   states[0] = V::Add16(low_sums[0], high_sums[0]);
@@ -232,16 +260,52 @@ ESPALIER_INLINE void ByteSumsOf(typename V::Int (&states)[2]) {
   V::Alternate(states);
 }
 
-// f.template operator()<word, half>(vector) for the words of kInt16Apart.
-template <class V, class S, int... kPairs, class F>
+// Both terms of 3inst or mcg, cut to bf16 and added as fp32: values of the lower halves of states, then those
+// of the upper ones.
+template <Codebook kCodebook, class V>
+ESPALIER_INLINE void CutValuesOf(typename V::Int (&states)[2], typename V::Int (&near)[2],
+                                 typename V::Int (&far)[2]) {
+  using Int = typename V::Int;
+  Int low[2], high[2];
+  ScrambleApart<kCodebook, V>(states, low, high);
+  low[0] = Bf16Halves<V>(low[0]);
+  low[1] = Bf16Halves<V>(low[1]);
+  high[0] = Bf16Halves<V>(high[0]);
+  high[1] = Bf16Halves<V>(high[1]);
+  V::Alternate(low);
+  V::Alternate(high);
+  const auto sum = [](Int a, Int b)
+                       ESPALIER_LAMBDA_INLINE { return V::AsInt(V::AddFloat(V::AsFloat(a), V::AsFloat(b))); };
+  const Int upper = V::Set(0xFFFF0000u);
+  near[0] = sum(V::template ShiftLeft<16>(low[0]), V::template ShiftLeft<16>(high[0]));
+  near[1] = sum(V::template ShiftLeft<16>(low[1]), V::template ShiftLeft<16>(high[1]));
+  far[0] = sum(V::And(low[0], upper), V::And(high[0], upper));
+  far[1] = sum(V::And(low[1], upper), V::And(high[1], upper));
+  V::Alternate(near);
+  V::Alternate(far);
+}
+
+// f.template operator()<word, half>(vector) for the words of kInt16Apart and kCutFloat.
+template <Operand kOperand, Codebook kCodebook, class V, class S, int... kPairs, class F>
 ESPALIER_INLINE void ForApart(const S& step, std::integer_sequence<int, kPairs...>, const F& f) {
   const auto pair = [&]<int kPair>() ESPALIER_LAMBDA_INLINE {
     // States 2p and 2p + 1 are pair p of ForPairs; those 16 later are 4 input channels further on.
-    constexpr int kWord = (kPair >> 2) * 2 + (kPair & 1) * 4, kHalf = kPair >> 1 & 1;
-    typename V::Int sums[2] = {step.template States<2 * kPair>(), step.template States<2 * kPair + 1>()};
-    ByteSumsOf<V>(sums);
-    f.template operator()<kWord, kHalf>(sums[0]);
-    f.template operator()<kWord + 1, kHalf>(sums[1]);
+    constexpr int kHalf = kPair >> 1 & 1;
+    typename V::Int states[2] = {step.template States<2 * kPair>(), step.template States<2 * kPair + 1>()};
+    if constexpr (kOperand == Operand::kInt16Apart) {
+      constexpr int kWord = (kPair >> 2) * 2 + (kPair & 1) * 4;
+      ByteSumsOf<V>(states);
+      f.template operator()<kWord, kHalf>(states[0]);
+      f.template operator()<kWord + 1, kHalf>(states[1]);
+    } else {
+      constexpr int kWord = (kPair >> 2) * 2 + (kPair & 1) * 8;
+      typename V::Int near[2], far[2];
+      CutValuesOf<kCodebook, V>(states, near, far);
+      f.template operator()<kWord, kHalf>(near[0]);
+      f.template operator()<kWord + 1, kHalf>(near[1]);
+      f.template operator()<kWord + 4, kHalf>(far[0]);
+      f.template operator()<kWord + 5, kHalf>(far[1]);
+    }
   };
   (pair.template operator()<kPairs>(), ...);
 }
@@ -250,9 +314,9 @@ ESPALIER_INLINE void ForApart(const S& step, std::integer_sequence<int, kPairs..
 // activations' words in a tile.
 template <Operand kOperand, Codebook kCodebook, class V, class S, class F>
 ESPALIER_INLINE void ForOperands(const S& step, const F& f) {
-  if constexpr (kOperand == Operand::kInt16Apart) {
-    static_assert(kCodebook == Codebook::kMul1);
-    ForApart<V>(step, std::make_integer_sequence<int, 8>(), f);
+  if constexpr (kOperand == Operand::kInt16Apart || kOperand == Operand::kCutFloat) {
+    static_assert((kOperand == Operand::kInt16Apart) == (kCodebook == Codebook::kMul1));
+    ForApart<kOperand, kCodebook, V>(step, std::make_integer_sequence<int, 8>(), f);
   } else if constexpr (kOperand == Operand::kInt8) {
     typename V::Int low = V::Set(0);
     ForPairs(step,
@@ -303,7 +367,8 @@ void DecodePanelBlock(const uint32_t* codes, uint32_t* weights) {
 
 template <Operand kOperand, class V>
 struct Sums {
-  static constexpr bool kIsFloat = kOperand == Operand::kFloat || kOperand == Operand::kBf16Halves;
+  static constexpr bool kIsFloat =
+      kOperand == Operand::kFloat || kOperand == Operand::kCutFloat || kOperand == Operand::kBf16Halves;
 
   // A sum is kept as an integer vector; floats are the same bits.
   static ESPALIER_INLINE typename V::Int Start(int32_t start) {
@@ -311,7 +376,7 @@ struct Sums {
   }
   static ESPALIER_INLINE typename V::Int Dot(typename V::Int sum, typename V::Int weights,
                                              typename V::Int input) {
-    if constexpr (kOperand == Operand::kFloat) {
+    if constexpr (kOperand == Operand::kFloat || kOperand == Operand::kCutFloat) {
       return V::DotFloat(sum, weights, input);
     } else if constexpr (kIsFloat) {
       return V::DotBf16(sum, weights, input);
@@ -382,7 +447,7 @@ ESPALIER_INLINE void MultiplyCodesPart(const uint32_t* codes, uint32_t num_block
   using Sum = Sums<kOperand, V>;
   constexpr uint32_t kStepWords = BlockWords(kOperand) / kBlockSteps;
   constexpr bool kOneChain = kRows > 2 || kOperand == Operand::kFloat;
-  constexpr int kChains = kOneChain ? 1 : kStepWords == 8 || kRows > 1 ? 2 : 4;
+  constexpr int kChains = kOneChain ? 1 : kStepWords == 8 || kRows > 1 || V::kLanes == 8 ? 2 : 4;
   typename V::Float totals[kRows][2];
   ESPALIER_UNROLL(r, kRows) {
     totals[r][0] = V::LoadFloat(sums + uint64_t{r} * sums_stride);
@@ -561,6 +626,10 @@ void PackBlock(Operand operand, const float* values, uint32_t* words, float* sca
   *start = 0;
   switch (operand) {
     case Operand::kFloat:
+      block.Store(reinterpret_cast<float*>(words));
+      break;
+    case Operand::kCutFloat:
+      *scale = kCutTermsScale;
       block.Store(reinterpret_cast<float*>(words));
       break;
     case Operand::kBf16Halves:
